@@ -1,0 +1,67 @@
+"""The pieces of a transformer layer as pure functions of arrays. They know no model family, no cache, no batch layout:
+leading axes are whatever the caller has."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def rms_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """RMS norm over the last axis: normalised in float32, cast back, then scaled (the order of LLaDA and Qwen2)."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return add_bias(normed.astype(x.dtype) * weight, bias)
+
+
+def linear(x: Array, kernel: Array, bias: Array | None = None) -> Array:
+    """``x @ kernel + bias`` with kernel [in, out]."""
+    return add_bias(x @ kernel, bias)
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
+
+
+def rope_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
+    """Sine and cosine of the rotary angles, float32 whatever the model's dtype.
+
+    Args:
+        positions: int32 [...].
+
+    Returns:
+        two arrays [..., H / 2].
+    """
+    inverse = 1.0 / (theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim))
+    angles = positions.astype(jnp.float32)[..., None] * inverse
+    return jnp.sin(angles), jnp.cos(angles)
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+    """Rotary embedding, halves rotated against each other (not neighbours), in float32.
+
+    Args:
+        x: [..., heads, H].
+        tables: from rope_tables, of shape [..., H / 2].
+    """
+    sin, cos = (t[..., None, :] for t in tables)
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """Grouped-query attention, softmax in float32.
+
+    Args:
+        q: [R, T, Q, H]; k, v: [R, S, K, H]; query head h reads key head h // (Q / K).
+        mask: bool [R, T, S], True where a query sees a key. A query that sees none gets the mean of all values:
+            finite, and for the caller to ignore.
+
+    Returns:
+        [R, T, Q, H].
+    """
+    rows, length, heads, size = q.shape
+    grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], size)
+    scores = jnp.einsum("RTKGH,RSKH->RKGTS", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("RKGTS,RSKH->RTKGH", weights, v).reshape(q.shape)
