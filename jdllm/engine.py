@@ -1,24 +1,48 @@
 """Slots of a compiled batch: insert, step, evict, report. Knows no HTTP, no queue, no tokenizer.
 
-(interface first; the body follows)
+The host decides one thing between a row's insertion and its end: the bucket of the next call, from the window widths
+that the last report names. Everything else happens in the compiled step.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from jdllm.config import DecodeConfig, ModelConfig
+from jdllm.buckets import choose_bucket, make_buckets
+from jdllm.config import DecodeConfig, ModelConfig, RequestError
+from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert, row_numbers
+from jdllm.denoise.step import steps
+from jdllm.denoise.window import Bucket
 from jdllm.models.llada import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """max_rows: slots (B). max_length: canvas positions a row (S), prompt and answer together."""
+    """What is compiled.
+
+    Attributes:
+        max_rows: slots (B).
+        max_length: canvas positions a row (S), prompt and answer together.
+        steps_per_dispatch: denoising steps a call; rows that end inside a call are frozen to its end.
+        max_packed: most window positions of all rows together in one step; a row beyond them waits for the next.
+    """
 
     max_rows: int = 16
     max_length: int = 1024
     steps_per_dispatch: int = 1
+    max_packed: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_length", "steps_per_dispatch", "max_packed"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,30 +89,158 @@ class Row:
         return None if self.live else "length"
 
 
+@dataclasses.dataclass
+class Counters:
+    """What the engine has done since it was made.
+
+    Attributes:
+        calls, steps: dispatches, and denoising steps in them.
+        computed: packed positions the programs ran on, padding included.
+        needed: window positions of the rows that took part.
+        compiles: programs compiled.
+    """
+
+    calls: int = 0
+    steps: int = 0
+    computed: int = 0
+    needed: int = 0
+    compiles: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    report: Array
+    bucket: Bucket
+    handles: tuple[Hashable | None, ...]
+
+
 class Engine:
     """One device-resident batch. Not thread-safe: one thread owns it.
 
     Args:
-        params: flat weights (jdllm.models.llada.Params), their dtype is the compute dtype.
+        params: flat weights (jdllm.models.llada.Params); their dtype is the compute dtype. Placed as they are: give
+            them sharded and the programs are partitioned the same way.
+        model: what the weights are.
+        config: what is compiled.
     """
 
-    def __init__(self, params: Params, model: ModelConfig, config: EngineConfig = EngineConfig()):
-        raise NotImplementedError
+    def __init__(self, params: Params, model: ModelConfig, config: EngineConfig | None = None):
+        self.params, self.model, self.config = params, model, config or EngineConfig()
+        self.buckets = make_buckets(self.config)
+        self.counters = Counters()
+        self._dtype = params["embed"].dtype
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._insert: jax.stages.Compiled
+        self._evict: jax.stages.Compiled
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every request and start from an empty state (also after a failed call has lost the donated one)."""
+        B = self.config.max_rows
+        self.state = empty_state(self.model, B, self.config.max_length, self._dtype)
+        self._handles: list[Hashable | None] = [None] * B
+        self._widths = np.zeros(B, np.int64)
+        self._call: _Call | None = None
 
     def compile(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every bucket; ``progress(done, total, text)`` after each. Nothing compiles afterwards."""
+        state = abstract_state(self.model, self.config.max_rows, self.config.max_length, self._dtype)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.config.max_length,), jnp.int32)
+        row = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype),
+            row_numbers(1, DecodeConfig(), self.model),
+        )
+        self._insert = jax.jit(insert, donate_argnums=0).lower(state, slot, row, tokens).compile()
+        self._evict = jax.jit(evict, donate_argnums=0).lower(state, slot).compile()
+        self.counters.compiles += 2
+
+        def build(bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
+            program = jax.jit(partial(steps, model=self.model, bucket=bucket), donate_argnums=1)
+            return bucket, program.lower(params, state).compile()
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            waiting = [pool.submit(build, bucket) for bucket in self.buckets]
+            for done, future in enumerate(as_completed(waiting), 1):
+                bucket, self._steps[bucket] = future.result()
+                self.counters.compiles += 1
+                if progress:
+                    text = f"{bucket.rows} rows, window {bucket.window}, {bucket.packed} positions"
+                    progress(done, len(self.buckets), text)
 
     def check(self, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
         """Raise RequestError (naming the field) if ``insert`` would refuse this request."""
+        room, vocabulary = self.config.max_length, self.model.vocab_size
+        if not len(prompt_ids):
+            raise RequestError("prompt", "is empty; at least one token is needed")
+        for token in prompt_ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+                raise RequestError("prompt", f"{token!r} is not a token id from 0 to {vocabulary - 1}")
+        if decode.max_tokens < 1:
+            raise RequestError("max_tokens", f"{decode.max_tokens} must be at least 1")
+        if len(prompt_ids) + decode.max_tokens > room:
+            raise RequestError(
+                "max_tokens",
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {decode.max_tokens}, together "
+                f"{len(prompt_ids) + decode.max_tokens}; the maximum length is {room}",
+            )
+        for token in decode.stop_ids or ():
+            if token >= vocabulary:
+                raise RequestError("stop_ids", f"{token} is not a token id from 0 to {vocabulary - 1}")
 
     def insert(self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
-        """Put a request into a free slot; it takes part from the next ``step``."""
+        """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None; reports name
+        the row by it."""
+        self.check(prompt_ids, decode)
+        if self._handles[slot] is not None:
+            raise ValueError(f"slot {slot} is taken by {self._handles[slot]!r}")
+        tokens = np.full(self.config.max_length, self.model.mask_id, np.int32)
+        tokens[: len(prompt_ids)] = prompt_ids
+        row = row_numbers(len(prompt_ids), decode, self.model)
+        self.state = self._insert(self.state, np.int32(slot), row, tokens)
+        self._handles[slot] = handle
+        self._widths[slot] = row.length
 
     def evict(self, slot: int) -> None:
         """Free a slot, finished or not. Its rows no longer appear in reports."""
+        self.state = self._evict(self.state, np.int32(slot))
+        self._handles[slot] = None
+        self._widths[slot] = 0
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots without a request, lowest first: low slots keep the row bucket small."""
+        return [slot for slot, handle in enumerate(self._handles) if handle is None]
 
     def step(self) -> list[Row]:
         """Dispatch one call of the compiled step; return the rows of the call before it, whose sizes chose this
         call's bucket. The device works on the new call while the caller uses the rows. When no row is live nothing is
         dispatched, and [] comes back once every report has been read."""
-        raise NotImplementedError
+        rows = self._read()
+        bucket = choose_bucket(self.buckets, self._widths)
+        if bucket is not None:
+            self.state, report = self._steps[bucket](self.params, self.state)
+            report.copy_to_host_async()
+            self._call = _Call(report, bucket, tuple(self._handles))
+            self.counters.calls += 1
+            self.counters.steps += bucket.steps
+            self.counters.computed += bucket.packed * bucket.steps
+        return rows
+
+    def _read(self) -> list[Row]:
+        """Wait for the call in flight; update the widths of the rows that are still the ones it ran."""
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        rows = []
+        for slot, numbers in enumerate(np.asarray(call.report)):
+            report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
+            self.counters.needed += report.pop("computed")
+            handle = call.handles[slot]
+            if handle is None or handle is not self._handles[slot]:
+                continue
+            self._widths[slot] = report.pop("width")
+            tokens = numbers[len(REPORT_FIELDS) :]
+            rows.append(Row(slot=slot, handle=handle, tokens=tokens, **{**report, "live": bool(report["live"])}))
+        return rows

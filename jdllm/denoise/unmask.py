@@ -1,0 +1,124 @@
+"""Which masked positions a step commits, and to what: candidate and confidence from the logits, then D2F's rule.
+
+Confidences are float32 and over the whole vocabulary, as the reference computes them in float32. The mask id is never a
+candidate (a deviation: the reference may write a mask over a mask). Ties go to the lowest token id and position.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jdllm.config import CONFIDENCES
+from jdllm.denoise.state import Rows
+
+
+def candidates(logits: Array, rows: Rows, row: Array, position: Array, mask_id: int) -> tuple[Array, Array, Array]:
+    """Candidate token, its probability, and the confidence that picks a fallback (reference: ``sample_tokens``).
+
+    The order is temperature, top-p, top-k, softmax over the whole vocabulary; at temperature 0 the most probable token,
+    else a sample whose random numbers depend on (seed, step, position) alone.
+
+    Args:
+        logits: float32 [M, V].
+        row, position: int32 [M].
+
+    Returns:
+        int32 [M], float32 [M], float32 [M].
+    """
+    temperature = rows.temperature[row]
+    logits = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+    filters = rows.live & ((rows.top_p < 1) | (rows.top_k > 0))
+    keep = lambda x: _filtered(x, rows.top_p[row], rows.top_k[row], jnp.argmax(_without(x, mask_id), axis=1))
+    logits = jax.lax.cond(jnp.any(filters), keep, _same, logits)
+
+    allowed = _without(logits, mask_id)
+    sampled = jnp.any(rows.live & (rows.temperature > 0))
+    noised = jax.lax.cond(sampled, lambda x: _noised(x, rows, row, position), _same, allowed)
+    token = jnp.argmax(noised, axis=1).astype(jnp.int32)
+
+    log_z = jax.nn.logsumexp(logits, axis=1)
+    probability = jnp.exp(jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - log_z)
+    other = jnp.any(rows.live & (rows.confidence > 0))
+    confidence = jax.lax.cond(
+        other,
+        lambda: _other_confidence(logits, log_z, probability, rows.confidence[row]),
+        lambda: probability,
+    )
+    return token, probability, confidence
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _without(logits: Array, token: int) -> Array:
+    return jnp.where(jnp.arange(logits.shape[1]) == token, -jnp.inf, logits)
+
+
+def _filtered(logits: Array, top_p: Array, top_k: Array, always: Array) -> Array:
+    """Logits outside top-p, then outside top-k of what is left, at -inf. The token that crosses top_p stays; ties with
+    the k-th largest stay; token ``always`` [M] stays, so that a candidate is left when the mask id is the favourite."""
+    best = jnp.arange(logits.shape[1]) == always[:, None]
+    vocabulary = logits.shape[1]
+    order = jnp.argsort(-logits, axis=1, stable=True)
+    descending = jnp.take_along_axis(logits, order, axis=1)
+    mass = jnp.cumsum(jax.nn.softmax(descending, axis=1), axis=1)
+    unfiltered = logits
+    kept = jnp.pad(mass[:, :-1] <= top_p[:, None], ((0, 0), (1, 0)), constant_values=True) | (top_p >= 1)[:, None]
+    rank = jnp.argsort(order, axis=1)
+    logits = jnp.where(jnp.take_along_axis(kept, rank, axis=1), logits, -jnp.inf)
+    descending = jnp.where(kept, descending, -jnp.inf)
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary) - 1
+    logits = jnp.where(logits < jnp.take_along_axis(descending, last[:, None], axis=1), -jnp.inf, logits)
+    return jnp.where(best, unfiltered, logits)
+
+
+def _noised(logits: Array, rows: Rows, row: Array, position: Array) -> Array:
+    """Gumbel noise in log space on the rows that sample: the argmax is then a sample of the softmax."""
+
+    def one(seed: Array, step: Array, place: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), place)
+        return jax.random.gumbel(key, logits.shape[1:])
+
+    noise = jax.vmap(one)(rows.seed[row], rows.nfe[row], position)
+    return logits + jnp.where((rows.temperature[row] > 0)[:, None], noise, 0)
+
+
+def _other_confidence(logits: Array, log_z: Array, probability: Array, kind: Array) -> Array:
+    p = jnp.exp(logits - log_z[:, None])
+    top = jax.lax.top_k(p, 2)[0]
+    neg_entropy = jnp.sum(p * jnp.log(p + 1e-10), axis=1)
+    by_kind = {"probability": probability, "margin": top[:, 0] - top[:, 1], "neg_entropy": neg_entropy}
+    return jnp.choose(kind, [by_kind[name] for name in CONFIDENCES], mode="clip")
+
+
+def accepted(
+    masked: Array, block: Array, previous: Array, spare: Array, sure: Array, confidence: Array
+) -> Array:
+    """D2F's rule (semantics 1.2, ACTIVATE and UNMASK): a block commits every position that is sure; a fully activated
+    block that has none commits its most confident position; any other block commits nothing. A block is fully
+    activated when its predecessor is decoded enough. (Sticky in the reference; here decoded positions stay decoded, so
+    the count says the same.)
+
+    Args:
+        masked: bool [N], to be decided.
+        block: int32 [N], a number that two positions share exactly if they lie in one block of one row.
+        previous: int32 [N], that number for the block before, or -1 where that is the prompt.
+        spare: int32 [N], the most masks that the predecessor may still have.
+        sure: bool [N], probability strictly above the skip threshold.
+        confidence: float32 [N].
+
+    Returns:
+        bool [N].
+    """
+    index = jnp.arange(masked.shape[0])
+    sure = sure & masked
+    rivals = (block[:, None] == block[None, :]) & masked[None, :]
+    some_sure = jnp.any(rivals & sure[None, :], axis=1)
+    better = (confidence[None, :] > confidence[:, None]) | (
+        (confidence[None, :] == confidence[:, None]) & (index[None, :] < index[:, None])
+    )
+    best = ~jnp.any(rivals & better, axis=1)
+    masks_before = jnp.sum((previous[:, None] == block[None, :]) & masked[None, :], axis=1, dtype=jnp.int32)
+    activated = (previous < 0) | (masks_before <= spare)
+    return sure | (masked & activated & ~some_sure & best)

@@ -1,0 +1,157 @@
+"""Shared fixtures: the golden reference data, and small models made in memory."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from jdllm.config import DecodeConfig, ModelConfig, model_config
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One generation of the official code: what went in, and what came out after every pass."""
+
+    name: str
+    model: str
+    adapter: str | None
+    prompt: list[int]
+    decode: DecodeConfig
+    expected_ids: list[int]
+    nfe: int
+    arrays: dict[str, np.ndarray]
+
+
+class Golden:
+    """The reference data, indexed by its manifest. Weights are read by this class alone, without jdllm.convert."""
+
+    def __init__(self) -> None:
+        self.manifest = json.loads((GOLDEN / "manifest.json").read_text())
+
+    def config(self, name: str) -> ModelConfig:
+        return model_config(json.loads((GOLDEN / name / "config.json").read_text()))
+
+    def params(self, name: str, adapter: str | None = None) -> dict[str, jax.Array]:
+        """Flat jdllm weights in float32, the adapter merged in float32."""
+        tensors = _tensors(GOLDEN / name)
+        if adapter:
+            settings = json.loads((GOLDEN / adapter / "adapter_config.json").read_text())
+            scale = settings["lora_alpha"] / settings["r"]
+            lora = _tensors(GOLDEN / adapter)
+            for a_name, a in lora.items():
+                if ".lora_A." in a_name:
+                    target = a_name.removeprefix("base_model.model.").replace(".lora_A", "")
+                    tensors[target] = tensors[target] + scale * lora[a_name.replace(".lora_A", ".lora_B")] @ a
+        names = dict(
+            attn_norm="attn_norm",
+            q_proj="q",
+            k_proj="k",
+            v_proj="v",
+            attn_out="attn_out",
+            ff_norm="ff_norm",
+            ff_proj="gate",
+            up_proj="up",
+            ff_out="down",
+        )
+        top = dict(wte="embed", ln_f="norm", ff_out="head")
+        params = {}
+        for key, value in tensors.items():
+            parts = key.split(".")[2:-1]
+            name = f"layers.{parts[1]}.{names[parts[2]]}" if parts[0] == "blocks" else top[parts[0]]
+            params[name] = jnp.asarray(value.T if value.ndim == 2 and name != "embed" else value)
+        return params
+
+    def logits(self, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.manifest["logits"] if entry["kind"] == kind and self.has(entry)]
+
+    def has(self, entry: dict[str, Any]) -> bool:
+        return not entry.get("model", "llada").startswith("dream")
+
+    def arrays(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
+        with np.load(GOLDEN / entry["file"]) as data:
+            return dict(data)
+
+    def d2f(self) -> list[Trace]:
+        """Every LLaDA D2F trace. The reference shortens max_new_tokens to whole blocks; so do these settings."""
+        with np.load(GOLDEN / "traces" / "d2f.npz") as data:
+            arrays = dict(data)
+        return [self._trace(t, arrays) for t in self.manifest["traces"] if t["algorithm"] == "d2f:llada"]
+
+    def _trace(self, t: dict[str, Any], arrays: dict[str, np.ndarray]) -> Trace:
+        s, prefix = t["settings"], t["arrays"]["prefix"]
+        kept = t["prompt_left_truncated_to"] or len(t["prompt_ids"])
+        confidence = {None: "probability", "neg_entropy": "neg_entropy", "margin_confidence": "margin"}
+        decode = DecodeConfig(
+            max_tokens=s["max_new_tokens"] // s["block_size"] * s["block_size"],
+            block_size=s["block_size"],
+            block_add_threshold=s["block_add_threshold"],
+            decoded_token_threshold=s["decoded_token_threshold"],
+            skip_threshold=s["skip_threshold"],
+            top_p=s.get("top_p") or 1.0,
+            top_k=s.get("top_k") or 0,
+            confidence=confidence[s.get("sampling_strategy")],
+            early_stop=False,
+        )
+        return Trace(
+            name=t["name"],
+            model=t["model"],
+            adapter=t["adapter"],
+            prompt=t["prompt_ids"][-kept:],
+            decode=decode,
+            expected_ids=t["expected_ids"],
+            nfe=t["nfe"],
+            arrays={k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)},
+        )
+
+
+def _tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the folder's safetensors files, float32; read by hand so that no loader under test is used."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        raw = file.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        for name, info in json.loads(raw[8 : 8 + size]).items():
+            if name != "__metadata__":
+                begin, end = (8 + size + offset for offset in info["data_offsets"])
+                dtype = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}[info["dtype"]]
+                found[name] = np.frombuffer(raw[begin:end], dtype).reshape(info["shape"]).astype(np.float32)
+    return found
+
+
+@pytest.fixture(scope="session")
+def golden() -> Golden:
+    return Golden()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModelConfig:
+    """FIX-TINY of the case list: 160 ids, of which 0..127 are bytes and the last four have no tokenizer entry."""
+    return ModelConfig(
+        family="llada",
+        vocab_size=160,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=4,
+        d_ff=64,
+        max_sequence_length=128,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        mask_id=155,
+        eos_id=151,
+        pad_id=151,
+    )
