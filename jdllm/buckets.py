@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def make_buckets(config: "EngineConfig") -> list[Bucket]:
-    """The sizes to compile, few since each costs seconds: rows in powers of 16; packed positions two to the octave while
-    they are few (most steps are narrow, and padding there is waste), with a narrow and a wide window for each; past 32
-    positions a row (prompts) in octaves and wide only."""
+    """The sizes to compile, few since each costs seconds: rows in powers of 16; narrow windows with packed positions two
+    to the octave, since most steps are narrow and padding there is waste; wide windows (prompts) in octaves."""
     B, S = config.max_rows, config.max_length
     most = min(B * S, max(config.max_packed, S))
     buckets = set()
     for rows in _powers(16, 1, B):
-        for packed in _packed_sizes(rows, min(rows * S, most)):
-            windows = {min(S, packed)}
-            if packed <= 32 * rows:
-                windows.add(min(S, packed, _power_of_two(max(16, 2 * packed // rows))))
-            buckets |= {Bucket(rows, window, packed, config.steps_per_dispatch) for window in windows}
+        largest = min(rows * S, most)
+        for packed in _half_octaves(max(8, 2 * rows), min(largest, 32 * rows if rows > 1 else 64)):
+            window = _power_of_two(max(32, 3 * packed // rows))
+            buckets.add(Bucket(rows, min(S, packed, window), packed, config.steps_per_dispatch))
+        for packed in _powers(2, 64, largest):
+            buckets.add(Bucket(rows, min(S, packed), packed, config.steps_per_dispatch))
     return sorted(buckets)
 
 
@@ -42,20 +42,18 @@ def choose_bucket(buckets: Sequence[Bucket], widths: np.ndarray) -> Bucket | Non
 
 
 def _powers(base: int, low: int, high: int) -> list[int]:
-    sizes = [low]
-    while sizes[-1] * base < high:
-        sizes.append(sizes[-1] * base)
-    return sizes if sizes[-1] == high else [*sizes, high]
+    """low, low * base, ... below high, and high."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= base
+    return [*sizes, high]
 
 
-def _packed_sizes(rows: int, largest: int) -> list[int]:
-    sizes, octave = {largest}, max(8, 2 * rows)
-    while octave < largest:
-        sizes.add(octave)
-        if octave < max(32 * rows, 256):
-            sizes.add(min(largest, -(-octave * 11 // 8 // 8) * 8))
-        octave *= 2
-    return sorted(sizes)
+def _half_octaves(low: int, high: int) -> list[int]:
+    """low, about 1.4 low, 2 low, ... up to high, in multiples of eight."""
+    between = [-(-octave * 11 // 8 // 8) * 8 for octave in _powers(2, low, high)]
+    return sorted({size for size in (*_powers(2, low, high), *between) if size <= high})
 
 
 def _power_of_two(n: int) -> int:

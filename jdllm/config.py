@@ -126,6 +126,8 @@ def _llada_config(hf: Mapping[str, Any]) -> ModelConfig:
         if hf.get(name, only) != only:
             raise ConfigError(f"config.json: {name}={hf[name]!r} is not supported for LLaDA; only {only!r} is")
     d_model, n_heads = _integer(hf, "d_model"), _integer(hf, "n_heads")
+    if hf.get("embedding_size") and _integer(hf, "embedding_size") < _integer(hf, "vocab_size"):
+        raise ConfigError(f"config.json: embedding_size={hf['embedding_size']} is below vocab_size={hf['vocab_size']}")
     bias = bool(hf.get("include_bias", False))
     norm_bias = hf.get("bias_for_layer_norm")
     return ModelConfig(

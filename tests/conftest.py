@@ -20,6 +20,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 jax.config.update("jax_default_matmul_precision", "highest")
+# Programs are kept between local runs; a fresh clone starts without them.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @dataclasses.dataclass(frozen=True)
