@@ -5,6 +5,7 @@ Positions count from the first prompt token of a row. A row's canvas is ``[0, le
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,27 +101,28 @@ def row_numbers(prompt_length: int, decode: DecodeConfig, model: ModelConfig) ->
     i, f = np.int32, np.float32
     stop_ids = (model.eos_id,) if decode.stop_ids is None else decode.stop_ids
     limit = prompt_length + decode.max_tokens
-    return Rows(
-        live=np.bool_(True),
-        prompt_length=i(prompt_length),
-        length=i(min(prompt_length + decode.block_size, limit)),
-        limit=i(limit),
-        cached=i(0),
-        settled=i(prompt_length),
-        nfe=i(0),
-        stopped=np.bool_(False),
-        block_size=i(decode.block_size),
-        need_add=i(need(decode.block_add_threshold, decode.block_size)),
-        need_decoded=i(need(decode.decoded_token_threshold, decode.block_size)),
-        skip_threshold=f(decode.skip_threshold),
-        temperature=f(decode.temperature),
-        top_p=f(decode.top_p),
-        top_k=i(decode.top_k),
-        confidence=i(CONFIDENCES.index(decode.confidence)),
-        seed=np.random.SeedSequence(decode.seed % (1 << 64)).generate_state(1)[0],
-        early_stop=np.bool_(decode.early_stop),
-        stop_ids=np.array([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))], i),
-    )
+    numbers: dict[str, Any] = {
+        "live": np.bool_(True),
+        "prompt_length": i(prompt_length),
+        "length": i(min(prompt_length + decode.block_size, limit)),
+        "limit": i(limit),
+        "cached": i(0),
+        "settled": i(prompt_length),
+        "nfe": i(0),
+        "stopped": np.bool_(False),
+        "block_size": i(decode.block_size),
+        "need_add": i(need(decode.block_add_threshold, decode.block_size)),
+        "need_decoded": i(need(decode.decoded_token_threshold, decode.block_size)),
+        "skip_threshold": f(decode.skip_threshold),
+        "temperature": f(decode.temperature),
+        "top_p": f(decode.top_p),
+        "top_k": i(decode.top_k),
+        "confidence": i(CONFIDENCES.index(decode.confidence)),
+        "seed": np.random.SeedSequence(decode.seed % (1 << 64)).generate_state(1)[0],
+        "early_stop": np.bool_(decode.early_stop),
+        "stop_ids": np.array([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))], i),
+    }
+    return Rows(**numbers)
 
 
 def insert(state: State, slot: Array, row: Rows, tokens: Array) -> State:

@@ -19,7 +19,7 @@ from jdllm.denoise.blocks import (
 )
 from jdllm.denoise.state import REPORT_FIELDS, Rows, State
 from jdllm.denoise.unmask import accepted, candidates
-from jdllm.denoise.window import Bucket, Packing, pack, running_sum, visible
+from jdllm.denoise.window import Bucket, Packing, pack, visible
 from jdllm.models import llada
 from jdllm.models.layers import attention, rope_tables
 
@@ -40,7 +40,9 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
         return State(rows=rows, tokens=_replace(whole.tokens, tokens), keys=keys, values=values), computed + width
 
     carry = (state, jnp.zeros(R, jnp.int32))
-    state, computed = body(jnp.int32(0), carry) if bucket.steps == 1 else jax.lax.fori_loop(0, bucket.steps, body, carry)
+    state, computed = (
+        body(jnp.int32(0), carry) if bucket.steps == 1 else jax.lax.fori_loop(0, bucket.steps, body, carry)
+    )
     return state, _report(_part(state.rows, R), state.tokens[:R], computed, model)
 
 
@@ -84,9 +86,9 @@ def _forward(
     for i, p in enumerate(llada.layer_params(params, model)):
 
         def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
-            seen_k, seen_v = packing.unpack(k, keys[i][:R]), packing.unpack(v, values[i][:R])
-            keys[i], values[i] = _replace(keys[i], seen_k), _replace(values[i], seen_v)
-            return attention(q[packing.to_window], seen_k, seen_v, mask)[packing.row, window_index]
+            keys[i] = packing.write(keys[i], k, packing.valid)
+            values[i] = packing.write(values[i], v, packing.valid)
+            return attention(q[packing.to_window], keys[i][:R], values[i][:R], mask)[packing.row, window_index]
 
         x = llada.layer(p, model, x, rope, attend)
     return x, tuple(keys), tuple(values)
@@ -110,8 +112,9 @@ def _unmask(
         spare=size - rows.need_decoded[row],
         sure=probability > rows.skip_threshold[row],
         confidence=confidence,
+        blocks=tokens.size,
     )
-    return packing.unpack(jnp.where(accept, token, tokens[row, position]), tokens)
+    return packing.write(tokens, token, accept)
 
 
 MIN_HEAD = 16
@@ -127,19 +130,20 @@ def _head(
     masks need, and never more than a quarter of the logits at once."""
     N = hidden.shape[0]
     M = min(N, max(MIN_HEAD, N // 4))
-    rank = running_sum(here.astype(jnp.int32))
+    rank = jnp.cumsum(here, dtype=jnp.int32)
 
     def some(i: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         wanted = i * M + jnp.arange(1, M + 1, dtype=jnp.int32)
-        source = jnp.minimum(jnp.sum(rank[None, :] < wanted[:, None], axis=1, dtype=jnp.int32), N - 1)
+        source = jnp.minimum(jnp.searchsorted(rank, wanted, method="compare_all"), N - 1)
         logits = llada.head(params, model, hidden[source])
         new = candidates(logits, rows, packing.row[source], packing.position[source], model.mask_id)
-        return tuple(jax.lax.dynamic_update_slice(x, y, (i * M,)) for x, y in zip(found, new, strict=True))
+        put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (i * M,))
+        return jax.tree.map(put, found, new)
 
     room = -(-N // M) * M
     found = (jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.float32), jnp.zeros(room, jnp.float32))
     found = some(jnp.int32(0), found) if N == M else jax.lax.fori_loop(0, -(-rank[-1] // M), some, found)
-    return tuple(x[jnp.maximum(rank - 1, 0)] for x in found)  # type: ignore[return-value]
+    return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found)
 
 
 def _advance(rows: Rows, tokens: Array, ran: Array, model: ModelConfig) -> dict[str, Array]:

@@ -92,7 +92,7 @@ def _other_confidence(logits: Array, log_z: Array, probability: Array, kind: Arr
 
 
 def accepted(
-    masked: Array, block: Array, previous: Array, spare: Array, sure: Array, confidence: Array
+    masked: Array, block: Array, previous: Array, spare: Array, sure: Array, confidence: Array, blocks: int
 ) -> Array:
     """D2F's rule (semantics 1.2, ACTIVATE and UNMASK): a block commits every position that is sure; a fully activated
     block that has none commits its most confident position; any other block commits nothing. A block is fully
@@ -101,7 +101,7 @@ def accepted(
 
     Args:
         masked: bool [N], to be decided.
-        block: int32 [N], a number that two positions share exactly if they lie in one block of one row.
+        block: int32 [N], below ``blocks``; two positions share it exactly if they lie in one block of one row.
         previous: int32 [N], that number for the block before, or -1 where that is the prompt.
         spare: int32 [N], the most masks that the predecessor may still have.
         sure: bool [N], probability strictly above the skip threshold.
@@ -110,14 +110,12 @@ def accepted(
     Returns:
         bool [N].
     """
-    index = jnp.arange(masked.shape[0])
+    index = jnp.arange(masked.shape[0], dtype=jnp.int32)
     sure = sure & masked
-    rivals = (block[:, None] == block[None, :]) & masked[None, :]
-    some_sure = jnp.any(rivals & sure[None, :], axis=1)
-    better = (confidence[None, :] > confidence[:, None]) | (
-        (confidence[None, :] == confidence[:, None]) & (index[None, :] < index[:, None])
-    )
-    best = ~jnp.any(rivals & better, axis=1)
-    masks_before = jnp.sum((previous[:, None] == block[None, :]) & masked[None, :], axis=1, dtype=jnp.int32)
-    activated = (previous < 0) | (masks_before <= spare)
-    return sure | (masked & activated & ~some_sure & best)
+    some_sure = jax.ops.segment_max(sure.astype(jnp.int32), block, blocks) > 0
+    highest = jax.ops.segment_max(jnp.where(masked, confidence, -jnp.inf), block, blocks)
+    among_highest = masked & (confidence == highest[block])
+    best = jax.ops.segment_min(jnp.where(among_highest, index, masked.shape[0]), block, blocks)
+    masks = jax.ops.segment_sum(masked.astype(jnp.int32), block, blocks)
+    activated = (previous < 0) | (masks[previous] <= spare)
+    return sure | (masked & activated & ~some_sure[block] & (index == best[block]))

@@ -37,15 +37,13 @@ class Bucket:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where each packed position comes from, and where each canvas position went.
+    """Where each packed position comes from.
 
     Attributes:
         width: int32 [R], window positions of each row in this step, 0 if it does not take part.
         row, position: int32 [N]; past the last one they repeat a valid place.
         valid: bool [N].
         to_window: int32 [R, T], packed index of each window position (any valid one past the width).
-        to_canvas: int32 [R, S], packed index of each canvas position (any valid one outside the window).
-        inside: bool [R, S], canvas position lies in the window.
     """
 
     width: Array
@@ -53,13 +51,12 @@ class Packing:
     position: Array
     valid: Array
     to_window: Array
-    to_canvas: Array
-    inside: Array
 
-    def unpack(self, packed: Array, canvas: Array) -> Array:
-        """``canvas`` [R, S, ...] with the window positions replaced from ``packed`` [N, ...]."""
-        inside = self.inside.reshape(*self.inside.shape, *[1] * (canvas.ndim - 2))
-        return jnp.where(inside, packed[self.to_canvas], canvas)
+    def write(self, canvas: Array, packed: Array, where: Array) -> Array:
+        """``canvas`` [B, S, ...] with the packed positions for which ``where`` bool [N] holds replaced from ``packed``
+        [N, ...]; the others are dropped, never clamped."""
+        place = jnp.where(where, self.position, canvas.shape[1])
+        return canvas.at[self.row, place].set(packed, mode="drop")
 
 
 def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
@@ -76,15 +73,12 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
     start = end - width
     index = jnp.arange(N, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(index[:, None] >= end[None, :], axis=1, dtype=jnp.int32), bucket.rows - 1)
-    from_cached = jnp.arange(canvas, dtype=jnp.int32)[None, :] - rows.cached[:, None]
     return Packing(
         width=width,
         row=row,
         position=jnp.clip(rows.cached[row] + index - start[row], 0, canvas - 1),
         valid=index < end[-1],
         to_window=jnp.clip(start[:, None] + jnp.arange(bucket.window, dtype=jnp.int32)[None, :], 0, N - 1),
-        to_canvas=jnp.clip(start[:, None] + from_cached, 0, N - 1),
-        inside=(from_cached >= 0) & (from_cached < width[:, None]),
     )
 
 
