@@ -1,0 +1,252 @@
+"""python -m jdllm.generate: decode a file of prompts, one JSON object a line in and one a line out, in input order.
+
+A line has ``prompt``, ``prompt_ids`` or ``messages``, and any of ``id`` and DecodeConfig's fields. All lines share the
+engine's slots. A bad line is reported with its number and the others still run; the exit code is then 1.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from jdllm import runtime, tokenizer
+from jdllm.config import ConfigError, DecodeConfig, ModelConfig, RequestError
+from jdllm.runtime import UsageError
+from jdllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jdllm.engine import Engine, Row
+
+PROMPT_FIELDS = ("prompt", "prompt_ids", "messages")
+DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name != "stop_ids")
+MULTIPLE = 64
+"""Canvas lengths are multiples of it."""
+
+
+@dataclasses.dataclass(eq=False)
+class Line:
+    """One input line and what became of it.
+
+    Attributes:
+        number: in the file, from 1.
+        id: the line's own, else its number.
+        result: the output object, when it is known.
+    """
+
+    number: int
+    id: Any = None
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    result: dict[str, Any] | None = None
+
+    def fail(self, message: str) -> None:
+        """This line is bad; says so on stderr too."""
+        print(f"line {self.number}: {message}", file=sys.stderr)
+        self.result = {"id": self.id, "error": f"line {self.number}: {message}"}
+
+
+def read_lines(source: TextIO, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> list[Line]:
+    """All lines, the bad ones already failed. Blank lines are skipped."""
+    lines = []
+    for number, text in enumerate(source, 1):
+        if not text.strip():
+            continue
+        line = Line(number, id=number)
+        try:
+            _read_line(line, text, model, words, defaults)
+        except RequestError as error:
+            line.fail(str(error))
+        lines.append(line)
+    return lines
+
+
+def _read_line(line: Line, text: str, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> None:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("line", f"is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError("line", "must be a JSON object")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    line.id = fields.pop("id", line.number)
+    if unknown := sorted(set(fields) - {*PROMPT_FIELDS, *DECODE_FIELDS}):
+        raise RequestError(unknown[0], f"is not known; known are {', '.join((*PROMPT_FIELDS, 'id', *DECODE_FIELDS))}")
+    given = [name for name in PROMPT_FIELDS if name in fields]
+    if len(given) != 1:
+        raise RequestError("prompt", f"give exactly one of {', '.join(PROMPT_FIELDS)}")
+    settings = {**defaults, **{name: fields[name] for name in DECODE_FIELDS if name in fields}}
+    line.decode = DecodeConfig(**settings)
+    line.prompt_ids = _prompt_ids(given[0], fields[given[0]], model, words)
+    # Raw prompts end at the model's end of text alone, as in the reference loops.
+    if given[0] == "messages" and words is not None:
+        line.decode = dataclasses.replace(line.decode, stop_ids=words.stop_ids)
+    room = model.max_sequence_length
+    if len(line.prompt_ids) + line.decode.max_tokens > room:
+        raise RequestError(
+            "max_tokens",
+            f"the prompt has {len(line.prompt_ids)} tokens, and {line.decode.max_tokens} more do not fit into the "
+            f"model's {room}",
+        )
+
+
+def _prompt_ids(kind: str, value: Any, model: ModelConfig, words: Tokenizer | None) -> list[int]:
+    if kind == "prompt_ids":
+        ids = value
+    elif words is None:
+        raise RequestError(kind, "the checkpoint has no tokenizer; give prompt_ids")
+    elif kind == "messages":
+        ids = words.encode_chat(value)
+    else:
+        if not isinstance(value, str):
+            raise RequestError(kind, "must be a string")
+        ids = words.encode(value)
+    return tokenizer.check_prompt(ids, model, kind)
+
+
+def run_lines(engine: "Engine", max_rows: int, lines: Sequence[Line], words: Tokenizer | None) -> Iterator[Line]:
+    """Decode every line that has no result yet; yields each as it ends."""
+    waiting = iter([line for line in lines if line.result is None])
+    free = list(range(max_rows))
+    running = 0
+    while True:
+        while free and (line := next(waiting, None)) is not None:
+            if line.decode.max_tokens == 0:
+                line.result = _result(line, [], [], 0, "length", words)
+                yield line
+                continue
+            try:
+                engine.insert(free[0], line, line.prompt_ids, line.decode)
+            except RequestError as error:
+                line.fail(str(error))
+                yield line
+                continue
+            free.pop(0)
+            running += 1
+        if not running:
+            return
+        for row in engine.step():
+            if not row.live:
+                yield _finished(row, words)
+                engine.evict(row.slot)
+                free = sorted([*free, row.slot])
+                running -= 1
+
+
+def _finished(row: "Row", words: Tokenizer | None) -> Line:
+    line = row.handle
+    assert isinstance(line, Line)
+    line.result = _result(line, row.ids, row.canvas_ids, row.nfe, row.finish_reason or "length", words)
+    return line
+
+
+def _result(
+    line: Line, ids: list[int], canvas: list[int], nfe: int, reason: str, words: Tokenizer | None
+) -> dict[str, Any]:
+    text = None if words is None else words.decode(ids)
+    return {"id": line.id, "ids": ids, "canvas_ids": canvas, "text": text, "nfe": nfe, "finish_reason": reason}
+
+
+def canvas_length(lines: Sequence[Line], model: ModelConfig) -> int:
+    """The canvas that the longest line needs: a multiple of MULTIPLE, at most the model's length."""
+    longest = max(len(line.prompt_ids) + line.decode.max_tokens for line in lines)
+    return min(-(-longest // MULTIPLE) * MULTIPLE, model.max_sequence_length)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit code: 0, 1 if a line was bad, 2 if nothing could run."""
+    args = _parser().parse_args(argv)
+    try:
+        for name in ("max_rows", "steps_per_dispatch"):
+            if getattr(args, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: {getattr(args, name)} must be at least 1")
+        folder = runtime.model_folder(args.model)
+        with contextlib.ExitStack() as files:
+            source = _open(files, args.input, "r", sys.stdin, "--input")
+            runtime.configure(args.memory_fraction, args.compile_cache)
+            return _generate(args, folder, source, files)
+    except (UsageError, ConfigError) as error:
+        print(f"jdllm.generate: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output has left; what is still buffered for it goes nowhere instead of into a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _generate(args: argparse.Namespace, folder: Path, source: TextIO, files: contextlib.ExitStack) -> int:
+    from jdllm import checkpoint  # JAX comes in here, after runtime.configure
+    from jdllm.engine import Engine, EngineConfig
+
+    try:
+        loaded = checkpoint.load(folder, dtype=runtime.default_dtype(args.dtype))
+    except checkpoint.CheckpointError as error:
+        raise UsageError(f"--model: {error}") from None
+    words = tokenizer.load(folder, loaded.config)
+    lines = read_lines(source, loaded.config, words, runtime.decode_defaults(loaded.meta))
+    sink = _open(files, args.output, "w", sys.stdout, "--output")
+    good = [line for line in lines if line.result is None]
+    if good:
+        rows = min(args.max_rows, len(good))
+        config = EngineConfig(rows, canvas_length(good, loaded.config), args.steps_per_dispatch)
+        engine = Engine(loaded.params, loaded.config, config)
+        engine.compile(lambda done, total, text: _progress(f"compiled {done} of {total}: {text}"))
+        begin = time.monotonic()
+        written = 0
+        for done, _ in enumerate(run_lines(engine, rows, good, words), 1):
+            written = _write(sink, lines, written)
+            _progress(f"{done} of {len(good)} lines, {time.monotonic() - begin:.1f} s", last=done == len(good))
+    else:
+        written = 0
+    _write(sink, lines, written)
+    return int(any("error" in (line.result or {}) for line in lines))
+
+
+def _write(sink: TextIO, lines: Sequence[Line], written: int) -> int:
+    """Write what is known and whose turn it is; returns how many lines are written now."""
+    while written < len(lines) and (result := lines[written].result) is not None:
+        sink.write(json.dumps(result, ensure_ascii=False) + "\n")
+        written += 1
+    sink.flush()
+    return written
+
+
+def _progress(text: str, last: bool = False) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+    elif last or text.startswith("compiled"):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _open(files: contextlib.ExitStack, path: str, mode: str, standard: TextIO, flag: str) -> TextIO:
+    if path == "-":
+        return standard
+    try:
+        return files.enter_context(cast(TextIO, open(Path(path).expanduser(), mode, encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot open {path}: {error.strerror}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jdllm.generate", description="Decode a file of prompts.")
+    add = parser.add_argument
+    add("--model", help="folder of a converted checkpoint; default: the model that comes with jdllm")
+    add("--input", default="-", help="JSON lines; - is standard input (default)")
+    add("--output", default="-", help="JSON lines; - is standard output (default)")
+    add("--max-rows", type=int, default=16, help="lines decoded at once (default 16)")
+    add("--steps-per-dispatch", type=int, default=1, help="denoising steps a device call (default 1)")
+    add("--dtype", choices=runtime.DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere")
+    add("--memory-fraction", type=float, help="share of the accelerator's memory to take")
+    add("--compile-cache", help=f"folder of compiled programs, '' for none (default {runtime.default_cache()})")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""python -m jdllm.serve: an OpenAI-compatible server for one checkpoint.
+
+/health answers from the first moment, /ready once everything is compiled. SIGTERM and Ctrl-C let running requests end
+(at most --grace seconds); a second one ends at once.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jdllm import runtime
+from jdllm.config import ConfigError
+from jdllm.runtime import UsageError
+
+if TYPE_CHECKING:
+    from jdllm.serving.api import ServerConfig
+    from jdllm.serving.loop import EngineLoop
+
+log = logging.getLogger("jdllm.serving")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until told to stop; the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        folder, template, listener = _preflight(args)
+        settings = runtime.configure(args.memory_fraction, args.compile_cache)
+    except UsageError as error:
+        print(f"jdllm.serve: {error}", file=sys.stderr)
+        return 2
+    log.info("jdllm serves %s", folder)
+    log.info("environment: %s", " ".join(f"{name}={value}" for name, value in settings.items()))
+    code = asyncio.run(_serve(args, folder, template, listener))
+    # A thread inside the compiler cannot be joined, and must not be there when the interpreter is taken down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jdllm.serve", description="OpenAI-compatible server.")
+    add = parser.add_argument
+    add("--model", help="folder of a converted checkpoint; default: the model that comes with jdllm")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 picks a free one")
+    add("--max-rows", type=int, default=16, help="requests decoded at once (default 16)")
+    add("--max-length", type=int, help="prompt and answer together, in tokens (default: the model's, at most 1024)")
+    add("--steps-per-dispatch", type=int, default=1, help="denoising steps a device call (default 1)")
+    add("--dtype", choices=runtime.DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names to serve under; default: the folder's")
+    add("--chat-template", metavar="FILE", help="Jinja template in place of the checkpoint's")
+    add("--queue-limit", type=int, default=256, help="requests that may wait (default 256)")
+    add("--api-key", default=os.environ.get("JDLLM_API_KEY"), help="clients must send it; default: $JDLLM_API_KEY")
+    add("--strict-api", action="store_true", help="refuse unknown request fields instead of ignoring them")
+    add("--memory-fraction", type=float, help="share of the accelerator's memory to take")
+    add("--compile-cache", help=f"folder of compiled programs, '' for none (default {runtime.default_cache()})")
+    add("--grace", type=float, default=30.0, help="seconds that running requests get at the end (default 30)")
+    return parser
+
+
+def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socket]:
+    """Everything that can be wrong with the command line, found before anything slow begins."""
+    least_of = {"max_rows": 1, "steps_per_dispatch": 1, "max_length": 2, "queue_limit": 0, "grace": 0}
+    for name, least in least_of.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')}: {value} must be at least {least}")
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port: {args.port} must be from 0 to 65535")
+    folder = runtime.model_folder(args.model)
+    template = None
+    if args.chat_template:
+        try:
+            template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template: cannot read {args.chat_template}: {error}") from None
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+    except OSError as error:
+        raise UsageError(
+            f"--host {args.host} --port {args.port}: cannot listen there: {error.strerror or error}"
+        ) from None
+    return folder, template, listener
+
+
+async def _serve(args: argparse.Namespace, folder: Path, template: str | None, listener: socket.socket) -> int:
+    import uvicorn
+
+    from jdllm.serving.api import ServerConfig, create_app
+    from jdllm.serving.model import open_model
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # ours are set below: they drain first, and the process ends with 0
+
+    config = ServerConfig(
+        names=tuple(args.served_model_name or [folder.name]),
+        queue_limit=args.queue_limit,
+        api_key=args.api_key,
+        strict_api=args.strict_api,
+    )
+    url = _url(listener)
+    loop = asyncio.get_running_loop()
+    failed = asyncio.Event()
+    begin = time.monotonic()
+    seen_ready = False
+
+    def on_change(engine: "EngineLoop") -> None:
+        nonlocal seen_ready
+        if engine.state == "failed":
+            log.critical("the engine has failed: %s", engine.failure, exc_info=_unexpected(engine.failure))
+            if not seen_ready:
+                loop.call_soon_threadsafe(failed.set)
+        elif not seen_ready:
+            seen_ready = True
+            log.info("ready after %.1f s at %s; try:\n%s", time.monotonic() - begin, url, _example(url, config))
+
+    app = create_app(
+        config,
+        lambda progress: open_model(
+            folder,
+            progress,
+            max_rows=args.max_rows,
+            max_length=args.max_length,
+            steps_per_dispatch=args.steps_per_dispatch,
+            dtype=args.dtype,
+            chat_template=template,
+        ),
+        on_change,
+    )
+    engine: EngineLoop = app.state.engine_loop
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.should_exit = server.force_exit = True
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    log.info("listening at %s; /ready tells when requests are taken", url)
+    serving = asyncio.ensure_future(server.serve([listener]))
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, failed)]
+    await asyncio.wait((serving, *waits), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        log.info("draining: running requests have %.0f s", args.grace)
+        engine.drain()
+        end = time.monotonic() + args.grace
+        while not (engine.idle or server.should_exit or time.monotonic() > end):
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.stop)  # who is left gets an error, not a closed connection
+    server.should_exit = True
+    await serving
+    return 1 if failed.is_set() else 0
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _example(url: str, config: "ServerConfig") -> str:
+    key = " -H 'Authorization: Bearer ...'" if config.api_key else ""
+    body = f'{{"model": "{config.names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _unexpected(error: BaseException | None) -> BaseException | None:
+    """The error, if its traceback says more than its text."""
+    return None if isinstance(error, ConfigError | UsageError | OSError) else error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Text and token ids: prompts in, chats through the checkpoint's template, answers out piece by piece.
+
+Byte-level BPE only (LLaDA, Dream and the shipped model have it): there every id stands for bytes, so that text can be
+put together id by id, in linear time, and equals the decoding of the whole.
+
+How a prompt becomes ids, the same everywhere:
+    raw text   by the tokenizer's own settings (a BOS is added only where the tokenizer adds one); markers such as
+               ``<|startoftext|>`` in the text are read as special tokens, so that any prompt form can be written.
+    chat       rendered by the template, which writes its own BOS; markers inside a message's content are plain text.
+"""
+
+import codecs
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdllm.config import ConfigError, ModelConfig, RequestError
+
+END_OF_TURN = "<|eot_id|>"
+ROLES = ("system", "user", "assistant", "developer")
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint folder. Encoding is not thread-safe; detokenizers are independent of it.
+
+    Args:
+        folder: holds ``tokenizer.json`` and, beside it, whatever transformers writes. Nothing is fetched, no code of
+            the folder is run.
+        model: its special ids win; a contradiction is an error.
+        chat_template: Jinja text that replaces the folder's.
+
+    Attributes:
+        warnings: what a user should know about this folder, one line each.
+        stop_ids: ids that end an answer: the model's end of text, and the end of turn if there is one.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, chat_template: str | None = None):
+        # Slow to import, and not needed by those who work with ids alone.
+        from transformers import PreTrainedTokenizerFast
+
+        self._hf = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        if chat_template is not None:
+            self._hf.chat_template = chat_template
+        if not _is_byte_level(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder")):
+            raise ConfigError(f"{folder}: tokenizer.json is not byte-level BPE, the only kind that jdllm supports")
+        if self._hf.mask_token is not None and self._hf.mask_token_id != model.mask_id:
+            raise ConfigError(
+                f"{folder}: the tokenizer says mask id {self._hf.mask_token_id}, config.json says {model.mask_id}"
+            )
+        self._model = model
+        added = self._hf.added_tokens_decoder
+        specials = {i for i, token in added.items() if token.special} | set(self._hf.all_special_ids)
+        self._special_text = _alternatives(str(added[i].content) for i in specials if i in added)
+        self._pieces = _pieces(self._hf.get_vocab(), specials, model.vocab_size)
+        self._longest = max(len(text.encode()) for text in self._hf.get_vocab())
+        eot = self._hf.get_vocab().get(END_OF_TURN)
+        self.stop_ids: tuple[int, ...] = (model.eos_id,)
+        if eot is not None and eot != model.eos_id and eot < model.vocab_size:
+            self.stop_ids += (eot,)
+        self.warnings = self._find_warnings()
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text, or None: then chats cannot be rendered."""
+        return self._hf.chat_template
+
+    def token(self, name: str) -> str | None:
+        """The text of ``eos_token``, ``bos_token`` and so on."""
+        return getattr(self._hf, name, None)
+
+    def fewest(self, *texts: str) -> int:
+        """Fewer tokens than the texts have, without the work of encoding them: to refuse what is far too long."""
+        # Normalisation may shorten a text; a factor of four is beyond what it does.
+        return sum(map(len, texts)) // (4 * self._longest)
+
+    def encode(self, text: str, field: str = "prompt") -> list[int]:
+        """Raw text to ids."""
+        return self._hf.encode(_encodable(text, field))
+
+    def encode_chat(self, messages: Any, field: str = "messages") -> list[int]:
+        """Messages in OpenAI's form to ids, ready for the assistant's answer.
+
+        Raises:
+            RequestError: a message is malformed, or the template cannot render the chat; names the message.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                field,
+                "this model's tokenizer has no chat template; use completions, or start with --chat-template FILE",
+            )
+        chat = check_messages(messages, field)
+        key = secrets.token_hex(8)
+        hidden: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match[0])
+            return f"\x02{key}:{len(hidden) - 1}\x03"
+
+        masked = [m | {"content": self._special_text.sub(hide, m["content"])} for m in chat]
+        text = self._render(masked, field)
+        for at, message in enumerate(masked):
+            if message["role"] != "assistant" and message["content"].strip() not in text:
+                raise RequestError(
+                    f"{field}[{at}]", f"the model's chat template drops the text of role {message['role']!r}"
+                )
+        if not hidden:
+            return self._hf.encode(text, add_special_tokens=False)
+        # Special tokens cut a text into parts that are encoded on their own, so doing it by hand changes no other id.
+        ids: list[int] = []
+        for i, part in enumerate(re.split(f"({self._special_text.pattern})", text)):
+            if i % 2:
+                ids.append(self._hf.convert_tokens_to_ids(part))
+            elif part:
+                plain = re.sub(f"\x02{key}:(\\d+)\x03", lambda m: hidden[int(m[1])], part)
+                ids += self._hf.encode(plain, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def detokenizer(self) -> "Detokenizer":
+        """A reader for one answer."""
+        return Detokenizer(self._pieces)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a whole answer: special tokens skipped, nothing cleaned up."""
+        reader = self.detokenizer()
+        return "".join(map(reader.feed, ids)) + reader.close()
+
+    def _render(self, messages: list[dict[str, str]], field: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            raise RequestError(field, f"the model's chat template refuses this chat: {error}") from None
+
+    def _find_warnings(self) -> list[str]:
+        if self.chat_template is None:
+            return ["the tokenizer has no chat template: chat requests are refused (see --chat-template)"]
+        vocab = self._hf.get_vocab()
+        split = [m for m in sorted(set(re.findall(r"<\|\w+\|>", self.chat_template))) if m not in vocab]
+        if split:
+            return [f"the chat template writes {' '.join(split)}, which this tokenizer does not know as single tokens"]
+        return []
+
+
+class Detokenizer:
+    """Ids of one answer to text, left to right. A character that is split over ids comes out once, when it is whole;
+    what was fed, put together, equals the decoding of all ids at once."""
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The text that this id settles; empty for special ids, unknown ids and the middle of a character."""
+        return self._utf8.decode(self._pieces[token]) if 0 <= token < len(self._pieces) else ""
+
+    def close(self) -> str:
+        """A U+FFFD if the answer ended in the middle of a character, as decoding the whole would give; else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
+    """The ids of a prompt, if they are ids of this model.
+
+    Raises:
+        RequestError: they are not, there is none, or one is the mask (filling gaps of a prompt is not supported).
+    """
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise RequestError(field, "must be a list of token ids")
+    if not ids:
+        raise RequestError(field, "is empty: there must be at least one token")
+    if min(ids) < 0 or max(ids) >= model.vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
+        raise RequestError(field, f"{wrong} is not a token id from 0 to {model.vocab_size - 1}")
+    if model.mask_id in ids:
+        raise RequestError(field, f"holds the mask token {model.mask_id}; only what follows a prompt can be filled in")
+    return ids
+
+
+def load(folder: Path, model: ModelConfig, chat_template: str | None = None) -> Tokenizer | None:
+    """The folder's tokenizer, or None where it has none."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return Tokenizer(folder, model, chat_template)
+
+
+def check_messages(messages: Any, field: str = "messages") -> list[dict[str, str]]:
+    """Messages as plain ``{"role", "content"}`` with text contents; ``developer`` becomes ``system``."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(field, "must be a list of at least one message")
+    chat = []
+    for i, message in enumerate(messages):
+        where = f"{field}[{i}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(where, "must be an object with role and content")
+        role = message.get("role")
+        if role not in ROLES:
+            raise RequestError(f"{where}.role", f"{role!r} is not supported; use one of {', '.join(ROLES)}")
+        content = _encodable(_content(message.get("content"), f"{where}.content"), f"{where}.content")
+        chat.append({"role": "system" if role == "developer" else str(role), "content": content})
+    if chat[-1]["role"] == "assistant":
+        raise RequestError(f"{field}[{len(chat) - 1}].role", "the last message must not be the assistant's")
+    return chat
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(where, "must be a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{i}]", 'only parts of the form {"type": "text", "text": ...} are supported')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _encodable(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, "has half of a surrogate pair, which is not a character") from None
+    return text
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return decoder["type"] == "ByteLevel"
+
+
+def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first; nothing at all if there is none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _pieces(vocab: Mapping[str, int], skipped: set[int], size: int) -> list[bytes]:
+    """The bytes that each id stands for; none for special ids and ids without an entry."""
+    # GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in set(printable)]
+    alphabet = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(rest)}
+    pieces = [b""] * max(size, max(vocab.values(), default=-1) + 1)
+    for token, i in vocab.items():
+        if i not in skipped:
+            known = all(c in alphabet for c in token)
+            pieces[i] = bytes(alphabet[c] for c in token) if known else token.encode()
+    return pieces

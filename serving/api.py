@@ -1,0 +1,210 @@
+"""The HTTP server: OpenAI's endpoints, and those that operators look at."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+
+from jdllm import __version__
+from jdllm.config import RequestError
+from jdllm.serving import errors
+from jdllm.serving.calls import Call, open_call
+from jdllm.serving.errors import ApiError
+from jdllm.serving.gate import Gate
+from jdllm.serving.loop import EngineLoop
+from jdllm.serving.metrics import Metrics
+from jdllm.serving.model import ServedModel
+from jdllm.serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+log = logging.getLogger("jdllm.serving")
+
+Body = TypeVar("Body", bound=BaseModel)
+OpenModel = Callable[[Callable[[str], None]], ServedModel]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """What the server is told at its start.
+
+    Attributes:
+        names: what ``model`` may say; the first is the one that answers carry.
+        queue_limit: requests that may wait for a slot.
+        api_key: what ``Authorization: Bearer`` must say under /v1; None lets everyone in.
+        strict_api: unknown fields are refused instead of ignored.
+        max_body: bytes of a request.
+        keep_alive: seconds between comments in a stream that has no text yet.
+    """
+
+    names: tuple[str, ...] = ("jdllm",)
+    queue_limit: int = 256
+    api_key: str | None = None
+    strict_api: bool = False
+    max_body: int = 16 << 20
+    keep_alive: float = 15.0
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that forgets its jobs when the client leaves, even before the first byte."""
+
+    def __init__(self, call: Call, keep_alive: float, done: Callable[[], None]):
+        super().__init__(
+            call.events(keep_alive),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._done = done
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._done()
+
+
+def create_app(
+    config: ServerConfig, open_model: OpenModel, on_change: Callable[[EngineLoop], None] = lambda loop: None
+) -> FastAPI:
+    """The application. The engine's thread starts with it and ends with it; it is ``app.state.engine_loop``."""
+    metrics = Metrics()
+    started = int(time.time())
+    told: set[str] = set()  # unknown fields that the log has named
+    clients: list[asyncio.AbstractEventLoop] = []
+    loop = EngineLoop(open_model, metrics, lambda f: clients[0].call_soon_threadsafe(f), config.queue_limit, on_change)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        clients.append(asyncio.get_running_loop())
+        loop.start()
+        yield
+        await asyncio.to_thread(loop.stop)
+
+    app = FastAPI(title="jdllm", version=__version__, lifespan=lifespan)
+    app.state.engine_loop, app.state.metrics = loop, metrics
+    errors.install(app)
+    app.add_middleware(Gate, api_key=config.api_key, max_body=config.max_body)
+
+    def ready_model(name: str | None) -> ServedModel:
+        if name is not None and name not in config.names:
+            served = ", ".join(config.names)
+            raise ApiError(
+                404, f"model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
+            )
+        if loop.model is None or loop.not_ready:
+            raise ApiError(503, str(loop.not_ready), code="not_ready", headers=errors.retry_headers(5))
+        return loop.model
+
+    async def answer(request: Request, body: ChatRequest | CompletionRequest) -> Response:
+        model = ready_model(body.model)
+        if unknown := body.unknown_fields():
+            if config.strict_api:
+                raise RequestError(unknown[0], "is not a field that this server knows")
+            if fresh := set(unknown) - told:
+                told.update(fresh)
+                log.warning("ignored, here and from now on, unknown fields: %s", ", ".join(sorted(fresh)))
+        call = open_call(body, body.model or config.names[0], model, loop)
+
+        def done() -> None:
+            loop.cancel(call.jobs)
+            if all(job.finish_reason for job in call.jobs):
+                usage = call.usage()
+                metrics.prompt_tokens.inc(usage["prompt_tokens"])
+                metrics.generation_tokens.inc(usage["completion_tokens"])
+
+        if body.stream:
+            return EventStream(call, config.keep_alive, done)
+        try:
+            return JSONResponse(await _unless_gone(request, call))
+        finally:
+            done()
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, await _body(request, ChatRequest))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, await _body(request, CompletionRequest))
+
+    @app.get("/v1/models")
+    async def models() -> Mapping[str, Any]:
+        return {"object": "list", "data": [_card(name, started) for name in config.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Mapping[str, Any]:
+        if name not in config.names:
+            raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
+        return _card(name, started)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Mapping[str, Any]:
+        body = await _body(request, TokenizeRequest)
+        model = ready_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("prompt", "give either prompt or messages")
+        words = model.tokenizer
+        ids = words.encode_chat(body.messages) if body.prompt is None else words.encode(body.prompt)
+        return {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Mapping[str, Any]:
+        body = await _body(request, DetokenizeRequest)
+        return {"prompt": ready_model(body.model).tokenizer.decode(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Mapping[str, Any]:
+        words = ready_model(None).tokenizer
+        names = ("bos_token", "eos_token", "pad_token")
+        return {**{name: words.token(name) for name in names}, "chat_template": words.chat_template}
+
+    @app.get("/health")
+    async def health() -> Mapping[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if reason := loop.not_ready:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503, errors.retry_headers(5))
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Mapping[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.render(), media_type=metrics.content_type)
+
+    return app
+
+
+async def _body(request: Request, kind: type[Body]) -> Body:
+    return kind.model_validate_json(await request.body())
+
+
+async def _unless_gone(request: Request, call: Call) -> Mapping[str, Any]:
+    """The call's result; ends early, with an error that nobody will read, when the client hangs up."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    result, left = asyncio.ensure_future(call.result()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((result, left), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ApiError(499, "the client closed the connection")
+        return result.result()
+    finally:
+        result.cancel()
+        left.cancel()
+
+
+def _card(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "jdllm"}

@@ -1,0 +1,225 @@
+"""One HTTP call of a completions endpoint: its request becomes jobs, the jobs become JSON or a stream of it."""
+
+import asyncio
+import dataclasses
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jdllm.config import RequestError
+from jdllm.serving.errors import ApiError
+from jdllm.serving.job import Job
+from jdllm.serving.loop import EngineLoop
+from jdllm.serving.model import DEFAULT_MAX_TOKENS, ServedModel
+from jdllm.serving.schemas import ChatRequest, CompletionRequest, prompts
+from jdllm.serving.stream import Answer
+from jdllm.tokenizer import check_messages, check_prompt
+
+MAX_CHOICES = 128
+
+
+@dataclasses.dataclass
+class Call:
+    """The jobs of one request, and what their answers look like.
+
+    Attributes:
+        chat: answers are messages, not texts.
+        jobs: by ``index`` of the choice.
+        heads: text to put before each answer (``echo``).
+        prompt_tokens: of all prompts; a prompt counts once, however many answers it gets.
+        news: set whenever a job has news.
+    """
+
+    model: str
+    fingerprint: str
+    chat: bool
+    jobs: list[Job]
+    heads: list[str]
+    prompt_tokens: int
+    news: asyncio.Event
+    usage_chunk: bool = False
+    usage_always: bool = False
+    id: str = ""
+    created: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+
+    async def result(self) -> dict[str, Any]:
+        """The plain answer, when all jobs have ended."""
+        while True:
+            if error := next((job.error for job in self.jobs if job.error), None):
+                raise error
+            if all(job.done for job in self.jobs):
+                break
+            await self.news.wait()
+            self.news.clear()
+        choices = []
+        for i, job in enumerate(self.jobs):
+            text = self.heads[i] + job.answer.text
+            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            choices.append({"index": i, **content, "logprobs": None, "finish_reason": job.finish_reason})
+        name = "chat.completion" if self.chat else "text_completion"
+        return {**self._frame(name), "choices": choices, "usage": self.usage()}
+
+    async def events(self, keep_alive: float) -> AsyncIterator[str]:
+        """Server-sent events: settled text as it comes, then the reasons, then usage where it was asked for."""
+        sent = [0] * len(self.jobs)  # parts of each answer
+        open_jobs = set(range(len(self.jobs)))
+        for i, head in enumerate(self.heads):
+            if head:
+                yield self._chunk(i, head, first=True)
+        while open_jobs:
+            try:
+                async with asyncio.timeout(keep_alive):
+                    await self.news.wait()
+            except TimeoutError:
+                yield ": waiting\n\n"
+                continue
+            self.news.clear()
+            for i in sorted(open_jobs):
+                job = self.jobs[i]
+                done = job.done  # before the text is read, so that none that comes between is lost
+                parts = job.answer.parts[sent[i] :]
+                if job.error:
+                    yield _event(job.error.body())
+                    return
+                if parts or (done and self.chat and not sent[i]):
+                    yield self._chunk(i, "".join(parts), first=not sent[i])
+                    sent[i] += len(parts)
+                if done:
+                    open_jobs.remove(i)
+                    yield self._chunk(i, None, reason=job.finish_reason)
+        if self.usage_chunk:
+            yield _event({**self._frame(self._chunk_name), "choices": [], "usage": self.usage()})
+        yield "data: [DONE]\n\n"
+
+    def usage(self) -> dict[str, int]:
+        """Exact numbers: ids before the first stop id or stop string."""
+        completion = sum(job.answer.tokens for job in self.jobs)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+        }
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _frame(self, name: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def _chunk(self, index: int, text: str | None, first: bool = False, reason: str | None = None) -> str:
+        if self.chat:
+            # The role comes with the first text, so that a client's time to first token is that of a token.
+            delta = ({"role": "assistant"} if first else {}) | ({} if text is None else {"content": text})
+            content: dict[str, Any] = {"delta": delta}
+        else:
+            content = {"text": text or ""}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        chunk = {**self._frame(self._chunk_name), "choices": [choice]}
+        if self.usage_always:
+            chunk["usage"] = self.usage()
+        elif self.usage_chunk:
+            chunk["usage"] = None
+        return _event(chunk)
+
+
+def open_call(request: ChatRequest | CompletionRequest, name: str, model: ServedModel, loop: EngineLoop) -> Call:
+    """Check a request, make its jobs and queue them.
+
+    Raises:
+        RequestError, ApiError: it cannot be served; nothing was queued.
+    """
+    words = model.tokenizer
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise RequestError("stream_options", "is only possible with stream: true")
+    stops = request.stop_strings()
+    heads: list[str] = []
+    if isinstance(request, ChatRequest):
+        _refuse_far_too_long([m["content"] for m in check_messages(request.messages)], model, "messages")
+        encoded = [words.encode_chat(request.messages)]
+        limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        lowest = 1
+    else:
+        given = prompts(request.prompt)
+        for p in given:
+            if isinstance(p, str):
+                _refuse_far_too_long([p], model, "prompt")
+        encoded = [words.encode(p) if isinstance(p, str) else p for p in given]
+        limit_name, lowest = "max_tokens", 0 if request.echo else 1
+        if request.echo:
+            heads = [p if isinstance(p, str) else words.decode(p) for p in given]
+    asked = getattr(request, limit_name)
+    if asked is not None and asked < lowest:
+        raise RequestError(limit_name, f"{asked} must be at least {lowest}")
+    n = 1 if request.n is None else request.n
+    most = min(MAX_CHOICES, loop.capacity)
+    if n < 1 or n * len(encoded) > most:
+        raise RequestError("n" if n != 1 else "prompt", f"from 1 to {most} answers a call are possible")
+    seed = random.getrandbits(32) if request.seed is None else request.seed
+    news = asyncio.Event()
+    jobs = []
+    for ids in encoded:
+        field = "messages" if isinstance(request, ChatRequest) else "prompt"
+        max_tokens = _room(len(check_prompt(ids, model.config, field)), asked, limit_name, field, model)
+        for i in range(n):
+            decode = request.decode(model.defaults, max_tokens, words.stop_ids, seed + i)
+            jobs.append(Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream)))
+    if asked == 0:  # nothing but the echo
+        for job in jobs:
+            job.finish_reason = "length"
+        news.set()
+    else:
+        loop.submit(jobs)
+    return Call(
+        model=name,
+        fingerprint=model.fingerprint,
+        chat=isinstance(request, ChatRequest),
+        jobs=jobs,
+        heads=[head for head in heads or [""] * len(encoded) for _ in range(n)],
+        prompt_tokens=sum(map(len, encoded)),
+        news=news,
+        usage_chunk=bool(options and options.include_usage),
+        usage_always=bool(options and options.continuous_usage_stats),
+    )
+
+
+def _refuse_far_too_long(texts: Sequence[str], model: ServedModel, field: str) -> None:
+    """Megabytes of text are refused before they are encoded, which would keep everyone else waiting."""
+    fewest = model.tokenizer.fewest(*texts)
+    if fewest >= model.max_length:
+        raise _too_long(f"more than {fewest} tokens", model, field)
+
+
+def _room(prompt: int, asked: int | None, asked_field: str, field: str, model: ServedModel) -> int:
+    """max_tokens, after its default and the canvas."""
+    room = model.max_length - prompt
+    if room < 1:
+        raise _too_long(f"{prompt} tokens", model, field)
+    if asked is None:
+        return min(model.defaults.get("max_tokens", DEFAULT_MAX_TOKENS), room)
+    if asked > room:
+        raise _too_long(f"{prompt} tokens and {asked_field} is {asked}", model, asked_field)
+    return asked
+
+
+def _too_long(what: str, model: ServedModel, field: str) -> ApiError:
+    text = f"the prompt has {what}; prompt and answer together may have {model.max_length} tokens"
+    return ApiError(400, f"{field}: {text}", param=field, code="context_length_exceeded")
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,42 @@
+"""What passes between the clients' thread and the engine's."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from jdllm.config import DecodeConfig
+from jdllm.serving.errors import ApiError
+from jdllm.serving.stream import Answer
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One row's worth of work, from its arrival to its end.
+
+    Attributes:
+        answer: its text so far; the engine's thread extends it.
+        notify: posted when there is news: with ``stream`` at every new text, always at the end.
+        finish_reason: ``stop`` or ``length`` once it ended well.
+        error: why it ended otherwise.
+        nfe: forward passes so far.
+        arrived, started: by time.monotonic; when it was made, and when it got its slot.
+        read: tokens of the row that the answer has.
+    """
+
+    prompt_ids: Sequence[int]
+    decode: DecodeConfig
+    answer: Answer
+    notify: Callable[[], None]
+    stream: bool = False
+    finish_reason: str | None = None
+    error: ApiError | None = None
+    nfe: int = 0
+    cancelled: bool = False
+    started: float = 0.0
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+    read: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come."""
+        return self.finish_reason is not None or self.error is not None or self.cancelled

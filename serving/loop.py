@@ -1,0 +1,298 @@
+"""The one thread that owns the device: it loads, compiles, and then steps for as long as there is work.
+
+Other threads talk to it through ``submit``, ``cancel`` and ``drain``; it talks back by filling a job's answer and
+posting the job's ``notify``. Requests wait first in, first out, for a free slot, and join and leave at any step.
+"""
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from jdllm.config import RequestError
+from jdllm.serving.errors import ApiError, from_exception, retry_headers
+from jdllm.serving.job import Job
+from jdllm.serving.metrics import Metrics
+
+if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
+    from jdllm.engine import Engine, Row
+    from jdllm.serving.model import ServedModel
+
+log = logging.getLogger("jdllm.serving")
+
+Post = Callable[[Callable[[], None]], object]
+"""Runs a function on the thread that answers clients (``asyncio``'s ``call_soon_threadsafe``)."""
+
+
+class EngineLoop:
+    """Queue, slots and state of the engine's thread.
+
+    Args:
+        open_model: loads weights and tokenizer; given a function that takes progress lines.
+        post: how to reach the clients' thread.
+        queue_limit: jobs that may wait.
+        on_change: told, by the engine's thread, when the state has become ``ready`` or ``failed``.
+    """
+
+    def __init__(
+        self,
+        open_model: "Callable[[Callable[[str], None]], ServedModel]",
+        metrics: Metrics,
+        post: Post,
+        queue_limit: int = 256,
+        on_change: Callable[["EngineLoop"], None] = lambda loop: None,
+    ):
+        self._open_model = open_model
+        self._metrics = metrics
+        self._post = post
+        self._on_change = on_change
+        self.queue_limit = queue_limit
+        self.model: ServedModel | None = None
+        self.state = "loading"  # then compiling, ready, recovering, failed
+        self.detail = "loading the model"
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._stopping = False
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
+        self._news: dict[int, Job] = {}
+        self._mean_seconds = 1.0  # of a request in its slot, moving average
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
+        metrics.gauge("requests_running", "Requests in a slot.", lambda: len(self._running))
+        metrics.gauge("requests_waiting", "Requests in the queue.", lambda: len(self._waiting))
+        metrics.gauge("oldest_wait_seconds", "How long the head of the queue has waited.", self._oldest_wait)
+
+    def start(self) -> None:
+        """Begin loading."""
+        self._thread.start()
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests are refused now; None when they are taken."""
+        if self.state == "failed" or not self.draining:
+            return None if self.state == "ready" else f"{self.state}: {self.detail}"
+        return "draining: the server is shutting down"
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue all of these jobs or none.
+
+        Raises:
+            ApiError: 503 while no request can be taken, 429 when the queue is full.
+        """
+        with self._changed:
+            if reason := self.not_ready:
+                self._metrics.rejected.labels("not_ready").inc(len(jobs))
+                raise ApiError(503, reason, code="not_ready", headers=retry_headers(5))
+            if len(self._running) + len(self._waiting) + len(jobs) > self.capacity:
+                self._metrics.rejected.labels("queue_full").inc(len(jobs))
+                wait = self._mean_seconds * (len(self._waiting) + 1) / max(self._slots, 1)
+                raise ApiError(
+                    429,
+                    f"{len(self._waiting)} requests wait already, {self.queue_limit} may",
+                    code="rate_limit_exceeded",
+                    headers=retry_headers(max(wait, 1.0)),
+                )
+            self._metrics.admitted.inc(len(jobs))
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    @property
+    def capacity(self) -> int:
+        """Jobs that may run and wait at once."""
+        return self._slots + self.queue_limit
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Forget these jobs: those in the queue never start, those in a slot leave before the next step."""
+        with self._changed:
+            for job in jobs:
+                if job.done:
+                    continue
+                job.cancelled = True
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                    self._metrics.cancelled.inc()
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Take no more requests; those taken are finished."""
+        with self._changed:
+            self.draining = True
+            self._changed.notify()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self._waiting and not self._running
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the thread; jobs that are left get an error. While it loads or compiles it is abandoned instead."""
+        with self._changed:
+            self._stopping = self.draining = True
+            self._changed.notify()
+        if self._thread.is_alive() and self.state in ("ready", "recovering"):
+            self._thread.join(timeout)
+
+    # From here on: the engine's thread.
+
+    @property
+    def _slots(self) -> int:
+        return self.model.max_rows if self.model else 0
+
+    def _run(self) -> None:
+        try:
+            model = self.model = self._open_model(self._progress)
+            self.state, self.detail = "compiling", "compiling"
+            engine = model.new_engine(self._progress)
+            compiled = model.compiles()
+            self._metrics.gauge(
+                "recompiles_after_ready_total",
+                "Programs compiled after the start.",
+                lambda: model.compiles() - compiled,
+            )
+            self._become_ready()
+            while not self._stopping:
+                try:
+                    self._serve(engine)
+                except Exception:
+                    log.exception("the engine failed; its rows are lost, and it starts again from an empty state")
+                    self.state, self.detail = "recovering", "the engine is being reset after a fault"
+                    self._metrics.resets.inc()
+                    self._fail_running()
+                    engine.reset()
+                    self._become_ready()
+            self._end_all(ApiError(503, "the server is shutting down", code="shutting_down", headers=retry_headers(5)))
+        except BaseException as error:
+            with self._changed:
+                self.state, self.detail, self.failure = "failed", f"{type(error).__name__}: {error}", error
+            self._fail_running()
+            self._end_all(ApiError(503, "the engine has failed", code="engine_failed"))
+            self._on_change(self)
+
+    def _become_ready(self) -> None:
+        with self._changed:
+            self.state, self.detail = "ready", ""
+        self._on_change(self)
+
+    def _progress(self, text: str) -> None:
+        self.detail = text
+        log.info("%s", text)
+
+    def _serve(self, engine: "Engine") -> None:
+        """Step while there is work, sleep while there is none; returns when told to stop."""
+        while True:
+            with self._changed:
+                while not (self._waiting or self._running or self._stopping):
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                left = [slot for slot, job in self._running.items() if job.cancelled]
+                for slot in left:
+                    del self._running[slot]
+                free = [slot for slot in range(self._slots) if slot not in self._running]
+                joined = list(zip(free, self._waiting, strict=False))
+                for slot, job in joined:
+                    self._waiting.popleft()
+                    self._running[slot] = job
+            # Outside the lock: this takes the device's time, and clients must not wait for it.
+            self._metrics.cancelled.inc(len(left))
+            for slot in left:
+                engine.evict(slot)
+            for slot, job in joined:
+                self._insert(engine, slot, job)
+            if self._running:
+                begin = time.perf_counter()
+                rows = engine.step()
+                self._metrics.step_seconds.observe(time.perf_counter() - begin)
+                self._metrics.steps.inc()
+                for row in rows:
+                    self._read(engine, row)
+            self._post_news()
+
+    def _insert(self, engine: "Engine", slot: int, job: Job) -> None:
+        try:
+            engine.insert(slot, job, job.prompt_ids, job.decode)
+        except RequestError as error:  # checked before it was queued, so this is rare; the others go on
+            del self._running[slot]
+            job.error = from_exception(error)
+            self._metrics.failed.inc()
+            self._news[id(job)] = job
+        else:
+            job.started = time.monotonic()
+            self._metrics.queue_seconds.observe(job.started - job.arrived)
+
+    def _read(self, engine: "Engine", row: "Row") -> None:
+        """Take over what a report says of one row."""
+        job = self._running.get(row.slot)
+        if job is None or job.cancelled or row.handle != job:
+            return
+        job.nfe = row.nfe
+        end = (row.stop if row.stop >= 0 else row.prefix) - row.prompt_length
+        if end > job.read:
+            job.answer.extend(row.tokens[row.prompt_length + job.read : row.prompt_length + end].tolist())
+            if not job.read:
+                self._metrics.first_text_seconds.observe(time.monotonic() - job.arrived)
+            job.read = end
+            if job.stream:
+                self._news[id(job)] = job
+        if job.answer.stopped or not row.live:
+            job.answer.close()
+            engine.evict(row.slot)
+            self._finish(row.slot, job, "stop" if job.answer.stopped else row.finish_reason or "length")
+
+    def _finish(self, slot: int, job: Job, reason: str) -> None:
+        now = time.monotonic()
+        self._mean_seconds += 0.1 * (now - job.started - self._mean_seconds)
+        self._metrics.finished.labels(reason).inc()
+        self._metrics.request_seconds.observe(now - job.arrived)
+        self._news[id(job)] = job
+        del self._running[slot]
+        job.finish_reason = reason  # last: whoever sees it may read everything else
+
+    def _fail_running(self) -> None:
+        error = from_exception(RuntimeError("engine fault"))
+        for job in self._running.values():
+            if not job.cancelled:
+                job.error = error
+                self._metrics.failed.inc()
+                self._news[id(job)] = job
+            else:
+                self._metrics.cancelled.inc()
+        self._running.clear()
+        self._post_news()
+
+    def _end_all(self, error: ApiError) -> None:
+        with self._changed:
+            left = [*self._running.values(), *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+        for job in left:
+            self._metrics.cancelled.inc()
+            if not job.cancelled:
+                job.error = error
+                self._news[id(job)] = job
+        self._post_news()
+
+    def _post_news(self) -> None:
+        """One hop to the clients' thread a step, however many jobs have news."""
+        if not self._news:
+            return
+        notify = [job.notify for job in self._news.values()]
+        self._news = {}
+
+        def tell() -> None:
+            for each in notify:
+                each()
+
+        try:
+            self._post(tell)
+        except RuntimeError:  # the clients' event loop is closed: nobody is left to tell
+            log.debug("news for nobody")
+
+    def _oldest_wait(self) -> float:
+        try:
+            return time.monotonic() - self._waiting[0].arrived
+        except IndexError:
+            return 0.0

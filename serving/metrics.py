@@ -1,0 +1,59 @@
+"""What the server counts, for Prometheus. A request here is one row: ``n: 3`` is three.
+
+At any moment ``admitted = finished + cancelled + failed + running + waiting``, and the token counters are the sums of
+the usage numbers that clients were told.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+disable_created_metrics()  # a second series for every number, which nobody reads
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1)
+
+
+class Metrics:
+    """One registry a server, so that several can live in one process."""
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self) -> None:
+        r = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"jdllm_{name}", text, labels, registry=r)
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"jdllm_{name}", text, buckets=buckets, registry=r)
+
+        self.admitted = counter("requests_admitted", "Requests taken into the queue.")
+        self.finished = counter("requests_finished", "Requests answered in full.", "finish_reason")
+        self.cancelled = counter("requests_cancelled", "Requests whose client left, or that a shutdown cut.")
+        self.failed = counter("requests_failed", "Requests that an error inside the engine ended.")
+        self.rejected = counter("requests_rejected", "Requests not taken into the queue.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered calls.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens of answered calls.")
+        self.steps = counter("steps", "Calls of the compiled step.")
+        self.resets = counter("engine_resets", "Times the engine started again after a fault.")
+        self.step_seconds = seconds("step_seconds", "Wall time of one engine step.", _STEP_SECONDS)
+        self.queue_seconds = seconds("queue_seconds", "Time from arrival to a slot.")
+        self.first_text_seconds = seconds("time_to_first_token_seconds", "Time from arrival to the first settled text.")
+        self.request_seconds = seconds("request_seconds", "Time from arrival to the end of the answer.")
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A number that is read when it is asked for."""
+        Gauge(f"jdllm_{name}", text, registry=self.registry).set_function(value)
+
+    def render(self) -> bytes:
+        """The page for a scraper."""
+        return generate_latest(self.registry)

@@ -1,0 +1,104 @@
+"""What is served: weights, tokenizer, limits and defaults of one checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jdllm import tokenizer as tokenizers
+from jdllm.config import ModelConfig
+from jdllm.runtime import UsageError, decode_defaults, default_dtype
+from jdllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jdllm.engine import Engine
+
+Progress = Callable[[str], None]
+
+DEFAULT_MAX_TOKENS = 256
+"""Answer length when a request gives none and the checkpoint has no default; capped by the room behind the prompt.
+An answer that ends earlier costs nothing for the rest, since blocks are added as they are needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """One loaded checkpoint.
+
+    Attributes:
+        new_engine: makes a compiled engine.
+        config: shape and special ids.
+        max_length: canvas positions, prompt and answer together.
+        defaults: decode settings that the checkpoint recommends.
+        fingerprint: OpenAI's ``system_fingerprint``.
+        compiles: programs that this process has compiled so far.
+    """
+
+    new_engine: "Callable[[Progress], Engine]"
+    tokenizer: Tokenizer
+    config: ModelConfig
+    max_rows: int
+    max_length: int
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fingerprint: str = "jdllm"
+    compiles: Callable[[], int] = lambda: 0
+
+
+def open_model(
+    folder: Path,
+    progress: Progress,
+    *,
+    max_rows: int,
+    max_length: int | None = None,
+    steps_per_dispatch: int = 1,
+    dtype: str | None = None,
+    chat_template: str | None = None,
+) -> ServedModel:
+    """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
+    from jdllm import __version__, checkpoint
+    from jdllm.engine import Engine, EngineConfig
+
+    dtype = default_dtype(dtype)
+    progress(f"loading {folder} as {dtype}")
+    try:
+        loaded = checkpoint.load(folder, dtype=dtype)
+    except checkpoint.CheckpointError as error:
+        raise UsageError(f"--model: {error}") from None
+    words = tokenizers.load(folder, loaded.config, chat_template)
+    if words is None:
+        raise UsageError(f"--model: {folder} has no tokenizer.json, and a server works with text")
+    for warning in words.warnings:
+        progress(f"warning: {warning}")
+    length = min(max_length or 1024, loaded.config.max_sequence_length)
+    if max_length and max_length > length:
+        raise UsageError(f"--max-length: {max_length} is above the model's max_sequence_length {length}")
+    config = EngineConfig(max_rows, length, steps_per_dispatch)
+
+    def new_engine(progress: Progress) -> Engine:
+        engine = Engine(loaded.params, loaded.config, config)
+        engine.compile(lambda done, total, text: progress(f"compiled {done} of {total}: {text}"))
+        return engine
+
+    return ServedModel(
+        new_engine=new_engine,
+        tokenizer=words,
+        config=loaded.config,
+        max_rows=max_rows,
+        max_length=length,
+        defaults=decode_defaults(loaded.meta),
+        fingerprint=f"jdllm-{__version__}-{dtype}",
+        compiles=_count_compiles(),
+    )
+
+
+def _count_compiles() -> Callable[[], int]:
+    """JAX's own count, which also sees programs that nobody meant to compile."""
+    import jax.monitoring
+
+    count = 0
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        nonlocal count
+        count += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: count

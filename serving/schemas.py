@@ -1,0 +1,192 @@
+"""The requests that are understood, field by field, and what is made of the fields that are not.
+
+null is the same as leaving a field out, everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from jdllm.config import DecodeConfig, RequestError
+
+MAX_STOPS = 4
+
+ANY = object()
+NEUTRAL: Mapping[str, Sequence[Any] | object] = {
+    # Without effect on the answer, whatever the value.
+    "user": ANY,
+    "metadata": ANY,
+    "store": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "prompt_cache_retention": ANY,
+    "service_tier": ANY,
+    "verbosity": ANY,
+    "parallel_tool_calls": ANY,
+    "reasoning_effort": ANY,
+    # Not supported; accepted with the values that ask for nothing.
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Known fields that are not implemented -> the values that are accepted and ignored."""
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``: what a stream says besides text."""
+
+    include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+
+
+class _Request(BaseModel):
+    """What chat and text completions have in common. The second group are DecodeConfig's fields, by their names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: StrictStr | None = None
+    n: StrictInt | None = None
+    stop: Any = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: StrictBool | None = None
+
+    max_tokens: StrictInt | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: StrictInt | None = None
+    seed: StrictInt | None = None
+    decoder: StrictStr | None = None
+    block_size: StrictInt | None = None
+    block_add_threshold: StrictFloat | None = None
+    decoded_token_threshold: StrictFloat | None = None
+    skip_threshold: StrictFloat | None = None
+    confidence: StrictStr | None = None
+    early_stop: StrictBool | None = None
+
+    def stop_strings(self) -> list[str]:
+        """At most four; empty ones say nothing and are dropped."""
+        stops = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+            raise RequestError("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
+        if len(stops) > MAX_STOPS:
+            raise RequestError("stop", f"{len(stops)} strings; at most {MAX_STOPS} are possible")
+        return [s for s in stops if s]
+
+    def decode(
+        self, defaults: Mapping[str, Any], max_tokens: int, stop_ids: tuple[int, ...], seed: int
+    ) -> DecodeConfig:
+        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's."""
+        given = {name: getattr(self, name) for name in _DECODE_FIELDS if getattr(self, name) is not None}
+        if given.get("top_k") == -1:  # how vLLM's clients switch it off
+            given["top_k"] = 0
+        if not 0 <= given.get("temperature", 0) <= 2:
+            raise RequestError("temperature", f"{self.temperature!r} must be a number from 0 to 2")
+        settings = {**defaults, **given, "max_tokens": max_tokens, "seed": seed}
+        settings["stop_ids"] = () if self.ignore_eos else stop_ids
+        return DecodeConfig(**settings)
+
+    def unknown_fields(self) -> list[str]:
+        """Fields that nobody knows.
+
+        Raises:
+            RequestError: a field that is known, not supported, and asks for something.
+        """
+        unknown = []
+        for name, value in (self.model_extra or {}).items():
+            accepted = NEUTRAL.get(name)
+            if accepted is None:
+                unknown.append(name)
+            elif value is not None and accepted is not ANY and not any(_same(value, a) for a in accepted):  # type: ignore[attr-defined]
+                raise RequestError(name, "is not supported by this server; leave it out")
+        return unknown
+
+
+_DECODE_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "decoder",
+    "block_size",
+    "block_add_threshold",
+    "decoded_token_threshold",
+    "skip_threshold",
+    "confidence",
+    "early_stop",
+)
+
+
+class ChatRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: Any = None
+    max_completion_tokens: StrictInt | None = None
+
+
+class CompletionRequest(_Request):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    echo: StrictBool | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a raw prompt or a chat."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Any = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: list[StrictInt]
+
+
+def prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """The four forms of ``prompt``, as a list of texts or a list of id lists."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(p, str) for p in prompt):
+            return prompt
+        if all(map(_is_id, prompt)):
+            return [prompt]
+        if all(isinstance(p, list) and p and all(map(_is_id, p)) for p in prompt):
+            return prompt
+    raise RequestError(
+        "prompt", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids; not empty"
+    )
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Equal, where true is not 1 and false is not 0."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -1,0 +1,96 @@
+"""The text of one answer as its tokens become final: incremental, and never past a stop string."""
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+from jdllm.tokenizer import Detokenizer
+
+
+class StopStrings:
+    """Finds the stop string that is complete first in a text that comes in pieces; holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = [s for s in stops if s]
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string came (it and what follows are dropped)."""
+        text = self._held + text
+        # By where it ends, as when every character came alone: the pieces' borders decide nothing.
+        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        keep = max((_overlap(text, s) for s in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def close(self) -> str:
+        """What was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of the stop string."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
+class Answer:
+    """Text of one row. One thread extends it, another may read ``parts`` at any time (they only ever grow).
+
+    Attributes:
+        parts: settled pieces of text.
+        stopped: a stop string was met; the text ended before it.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()):
+        self.parts: list[str] = []
+        self.stopped = False
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._ends: list[int] = []  # characters of the text after each token, to know which tokens a cut keeps
+        self._decoded = 0
+        self._shown = 0
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Tokens that are final, in order. Those after a stop string are ignored."""
+        texts = []
+        for token in ids:
+            text = self._detokenizer.feed(token)
+            self._decoded += len(text)
+            self._ends.append(self._decoded)
+            texts.append(text)
+        self._add("".join(texts))
+
+    def close(self) -> None:
+        """No more tokens follow."""
+        if not self.stopped:
+            self._add(self._detokenizer.close())
+        if not self.stopped:
+            self._append(self._stops.close())
+
+    @property
+    def text(self) -> str:
+        """All settled text."""
+        return "".join(self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens behind the answer: all that were given, or, after a stop string, those its text is made of."""
+        if not self.stopped:
+            return len(self._ends)
+        return bisect.bisect_left(self._ends, self._shown) + 1 if self._shown else 0
+
+    def _add(self, text: str) -> None:
+        if not self.stopped:
+            safe, self.stopped = self._stops.feed(text)
+            self._append(safe)
+
+    def _append(self, text: str) -> None:
+        if text:
+            self._shown += len(text)
+            self.parts.append(text)

@@ -1,0 +1,253 @@
+"""A server without weights: a byte tokenizer and an engine that follows a script."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+from jdllm.config import DecodeConfig, ModelConfig
+from jdllm.engine import Row
+from jdllm.serving.api import ServerConfig, create_app
+from jdllm.serving.model import ServedModel
+from jdllm.tokenizer import Tokenizer
+
+SPECIALS = ("<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|mask|>")
+BOS, EOS, EOT, SOH, EOH, MASK = range(256, 262)
+TEMPLATE = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}{{ m['content'] | trim }}{{ '<|eot_id|>' }}"
+    "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+MODEL = ModelConfig(
+    family="llada",
+    vocab_size=264,  # two more than the tokenizer has
+    d_model=8,
+    n_layers=1,
+    n_heads=1,
+    n_kv_heads=1,
+    d_ff=8,
+    max_sequence_length=256,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-5,
+    mask_id=MASK,
+    eos_id=EOS,
+    pad_id=EOS,
+)
+
+Step = list[tuple[int, int]]
+Script = Callable[[list[int], DecodeConfig], list[Step]]
+
+
+def left_to_right(answer: Sequence[int], per_step: int = 1) -> list[Step]:
+    """Reveals an answer in order."""
+    places = list(enumerate(answer))
+    return [places[i : i + per_step] for i in range(0, len(places), per_step)] or [[]]
+
+
+def says(text: str | bytes, per_step: int = 1, end: bool = True) -> Script:
+    """Every prompt gets this answer, with an end of text behind it or nothing but more of itself."""
+    data = list(text.encode() if isinstance(text, str) else text)
+
+    def script(prompt: list[int], decode: DecodeConfig) -> list[Step]:
+        n = decode.max_tokens
+        answer = [*data, *[EOS] * n] if end else data * (n // len(data) + 1)
+        return left_to_right(answer[: decode.max_tokens], per_step)
+
+    return script
+
+
+def echoes(per_step: int = 4) -> Script:
+    """The answer is the last word of the prompt (before any markup), in capitals."""
+
+    def script(prompt: list[int], decode: DecodeConfig) -> list[Step]:
+        words = bytes(i for i in prompt if i < 256).decode(errors="ignore").replace("assistant", "").split()
+        answer = [*words[-1].upper().encode(), *[EOS] * decode.max_tokens]
+        return left_to_right(answer[: decode.max_tokens], per_step)
+
+    return script
+
+
+class ScriptEngine:
+    """jdllm.engine.Engine's interface, reports one call late included; the tokens come from a script."""
+
+    def __init__(self, script: Script, length: int, step_seconds: float = 0.0):
+        self.script, self.length, self.step_seconds = script, length, step_seconds
+        self.rows: dict[int, dict] = {}
+        self.report: list[Row] = []
+        self.steps = 0
+        self.resets = 0
+        self.fault: Callable[[], None] | None = None  # called in every step
+
+    def reset(self) -> None:
+        self.rows, self.report = {}, []
+        self.resets += 1
+
+    def insert(self, slot: int, handle: object, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
+        assert slot not in self.rows, "the slot is taken"
+        assert len(prompt_ids) + decode.max_tokens <= self.length and decode.max_tokens > 0
+        tokens = np.full(self.length, MASK, np.int32)
+        tokens[: len(prompt_ids)] = prompt_ids
+        steps = iter(self.script(list(prompt_ids), decode))
+        self.rows[slot] = dict(handle=handle, tokens=tokens, P=len(prompt_ids), steps=steps, decode=decode, nfe=0)
+
+    def evict(self, slot: int) -> None:
+        self.rows.pop(slot, None)
+
+    def step(self) -> list[Row]:
+        if self.fault:
+            self.fault()
+        time.sleep(self.step_seconds)
+        self.steps += 1
+        late = [row for row in self.report if self.rows.get(row.slot, {}).get("handle") is row.handle]
+        self.report = [self._advance(slot, row) for slot, row in self.rows.items() if not row.get("ended")]
+        return late
+
+    def _advance(self, slot: int, row: dict) -> Row:
+        P, decode, tokens = row["P"], row["decode"], row["tokens"]
+        for at, token in next(row["steps"]):
+            tokens[P + at] = token
+        row["nfe"] += 1
+        length = P + decode.max_tokens
+        masks = np.flatnonzero(tokens[P:length] == MASK)
+        prefix = P + int(masks[0]) if len(masks) else length
+        stop_ids = (EOS,) if decode.stop_ids is None else decode.stop_ids
+        stops = np.flatnonzero(np.isin(tokens[P:prefix], stop_ids))
+        stop = P + int(stops[0]) if len(stops) else -1
+        row["ended"] = stop >= 0 or prefix == length
+        return Row(
+            slot=slot,
+            handle=row["handle"],
+            live=not row["ended"],
+            prompt_length=P,
+            length=length,
+            prefix=prefix,
+            stop=stop,
+            nfe=row["nfe"],
+            tokens=tokens.copy(),
+        )
+
+
+class Running:
+    """A server on a real port, in a thread."""
+
+    def __init__(self, script: Script, rows: int, length: int, step_seconds: float, open_seconds: float, **settings):
+        self.engine = ScriptEngine(script, length, step_seconds)
+        self.words: Tokenizer = settings.pop("tokenizer")
+        self.fail_open: Exception | None = settings.pop("fail_open", None)
+        defaults = settings.pop("defaults", {})
+
+        def open_model(progress: Callable[[str], None]) -> ServedModel:
+            time.sleep(open_seconds)
+            if self.fail_open:
+                raise self.fail_open
+            return ServedModel(lambda _: self.engine, self.words, MODEL, rows, length, defaults)
+
+        self.app = create_app(ServerConfig(**{"names": ("tiny", "org/alias"), **settings}), open_model)
+        self.loop = self.app.state.engine_loop
+        config = uvicorn.Config(self.app, port=0, log_config=None, timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+
+    def start(self, wait: bool) -> None:
+        self.thread.start()
+        until(lambda: self.server.started)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+        if wait:
+            until(lambda: self.loop.state != "loading" and self.loop.not_ready is None)
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+    def chat(self, text: str = "Hi", **fields) -> httpx.Response:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt="Hi", **fields) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **fields})
+
+    def events(self, path: str, **body) -> list[dict]:
+        """All events of a stream; the last must be [DONE]."""
+        with self.http.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line for line in response.iter_lines() if line]
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        return [json.loads(d) for d in data[:-1]]
+
+    def metric(self, name: str) -> float:
+        """A metric, summed over its labels."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(v) for k, v in (x.rsplit(" ", 1) for x in lines if x[0] != "#") if k.split("{")[0] == name)
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def save_byte_tokenizer(folder: Path, specials: Sequence[str] = SPECIALS, template: str | None = TEMPLATE) -> Path:
+    """Ids 0..255 are bytes, the special tokens follow."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    chars = {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(rest)}
+    backend = Tokenizer(models.BPE({chars[b]: b for b in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=SPECIALS[0], eos_token=SPECIALS[1])
+    hf.chat_template = template
+    hf.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer(save_byte_tokenizer(tmp_path_factory.mktemp("bytes")), MODEL)
+
+
+@pytest.fixture
+def serve(byte_tokenizer) -> Iterator[Callable[..., Running]]:
+    """serve(script, rows=4, length=128, step_seconds=0, ...) -> a running server."""
+    with contextlib.ExitStack() as stack:
+
+        def start(script: Script, rows=4, length=128, step_seconds=0.0, open_seconds=0.0, wait=True, **settings):
+            settings.setdefault("tokenizer", byte_tokenizer)
+            running = Running(script, rows, length, step_seconds, open_seconds, **settings)
+            running.start(wait)
+            stack.callback(running.stop)
+            return running
+
+        yield start
+
+
+class Kit:
+    """What tests need by name (there are no packages to import from)."""
+
+    says, echoes, left_to_right, until = map(staticmethod, (says, echoes, left_to_right, until))
+    save_byte_tokenizer = staticmethod(save_byte_tokenizer)
+    ScriptEngine, MODEL, TEMPLATE, SPECIALS = ScriptEngine, MODEL, TEMPLATE, SPECIALS
+    BOS, EOS, EOT, SOH, EOH, MASK = BOS, EOS, EOT, SOH, EOH, MASK
+
+
+@pytest.fixture(scope="session")
+def kit() -> type[Kit]:
+    return Kit

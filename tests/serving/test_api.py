@@ -1,0 +1,369 @@
+"""The shape of OpenAI's API: fields, answers, errors."""
+
+import json
+import time
+
+import pytest
+
+
+def chat_body(**fields):
+    return {"messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+def text_of(events):
+    return "".join(c["delta"].get("content", "") for e in events for c in e["choices"] if "delta" in c)
+
+
+def test_chat(serve, kit):
+    server = serve(kit.says("hello there"))
+    reply = server.chat().json()
+    assert reply["object"] == "chat.completion" and reply["model"] == "tiny" and reply["id"].startswith("chatcmpl-")
+    assert isinstance(reply["created"], int) and reply["system_fingerprint"]
+    [choice] = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hello there"}
+    assert choice["finish_reason"] == "stop" and choice["index"] == 0
+    prompt = len(server.words.encode_chat([{"role": "user", "content": "Hi"}]))
+    assert reply["usage"] == {"prompt_tokens": prompt, "completion_tokens": 11, "total_tokens": prompt + 11}
+
+
+def test_chat_stream(serve, kit):
+    server = serve(kit.says("hello there"))
+    events = server.events("/v1/chat/completions", **chat_body())
+    assert text_of(events) == "hello there"
+    first = events[0]["choices"][0]["delta"]
+    assert first["role"] == "assistant" and first["content"].startswith("h")
+    assert events[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    for event in events:
+        assert event["object"] == "chat.completion.chunk" and event["created"] and event["id"] == events[0]["id"]
+        assert event["model"] == "tiny" and "usage" not in event
+    assert all(e["choices"][0]["delta"]["content"] for e in events[:-1])  # D7: no empty deltas
+
+
+def test_stream_headers(serve, kit):
+    server = serve(kit.says("é🐢"))
+    with server.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        raw = response.read()
+    assert "é🐢" in raw.decode().replace('"}', "") or text_of(
+        [json.loads(x[6:]) for x in raw.decode().split("\n\n") if x.startswith("data: {")]
+    ) == ("é🐢")
+    assert raw.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path, body", [("/v1/chat/completions", chat_body()), ("/v1/completions", {"prompt": "a"})])
+def test_usage_in_streams(serve, kit, path, body):  # E1, E2
+    server = serve(kit.says("abc"))
+    events = server.events(path, **body, stream_options={"include_usage": True})
+    assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1)
+    assert all(e["choices"] for e in events[:-1])
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 3
+    events = server.events(path, **body, stream_options={"include_usage": False})
+    assert all(e["choices"] and "usage" not in e for e in events)
+    events = server.events(path, **body, stream_options={"continuous_usage_stats": True, "include_usage": True})
+    assert [e["usage"]["completion_tokens"] for e in events][-1] == 3 and all(e["usage"] for e in events)
+    refused = server.http.post(path, json={**body, "stream_options": {"include_usage": True}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream_options"
+
+
+@pytest.mark.parametrize("n", [1, 5, 20])
+def test_exact_number_of_tokens(serve, kit, n):  # E3
+    server = serve(kit.says("x", end=False))
+    reply = server.chat(max_tokens=n).json()
+    assert reply["usage"]["completion_tokens"] == n and reply["choices"][0]["finish_reason"] == "length"
+    assert reply["choices"][0]["message"]["content"] == "x" * n
+    events = server.events("/v1/chat/completions", **chat_body(max_tokens=n), stream_options={"include_usage": True})
+    assert events[-1]["usage"] == reply["usage"] and events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_answer_of_three_tokens_in_a_block_of_eight(serve, kit):  # E3
+    reply = serve(kit.says("abc", per_step=8)).chat(max_tokens=8, block_size=8).json()
+    assert reply["usage"]["completion_tokens"] == 3 and reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_completion_prompts(serve, kit):  # E4
+    server = serve(kit.echoes())
+    one = server.complete([72, 105]).json()
+    assert one["choices"][0]["text"] == "HI" and one["object"] == "text_completion"
+    two = server.complete([[72], [105, 33]]).json()
+    assert [(c["index"], c["text"]) for c in two["choices"]] == [(0, "H"), (1, "I!")]
+    assert two["usage"]["prompt_tokens"] == 3 and two["usage"]["completion_tokens"] == 3
+    texts = server.complete(["a", "b"], n=2).json()
+    assert [(c["index"], c["text"]) for c in texts["choices"]] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert texts["usage"]["prompt_tokens"] == 2
+    for bad in ([], [1.5], [True], [99999], [263 + 1], [5, 261], ["a", [1]], [[]], "", None, 5, {"a": 1}, [-1]):
+        refused = server.complete(bad)
+        assert refused.status_code == 400, bad
+        assert refused.json()["error"]["param"] == "prompt", bad
+
+
+def test_choices_in_a_stream_have_their_index(serve, kit):
+    server = serve(kit.echoes())
+    events = server.events("/v1/completions", prompt=["abc", "xyz"], n=2)
+    texts = ["", "", "", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["ABC", "ABC", "XYZ", "XYZ"]
+
+
+def test_echo(serve, kit):  # E5
+    server = serve(kit.echoes())
+    assert server.complete("ab", echo=True).json()["choices"][0]["text"] == "abAB"
+    nothing = server.complete("ab", echo=True, max_tokens=0).json()
+    assert nothing["choices"][0]["text"] == "ab" and nothing["usage"]["completion_tokens"] == 0
+    refused = server.complete("ab", echo=True, max_tokens=0, logprobs=1)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    events = server.events("/v1/completions", prompt="ab", echo=True)
+    assert "".join(e["choices"][0]["text"] for e in events) == "abAB"
+
+
+def test_nulls_are_absent(serve, kit):  # E6
+    server = serve(kit.says("ok"))
+    decode = ["top_p", "top_k", "block_size", "skip_threshold", "confidence", "early_stop", "decoder"]
+    openai = ["seed", "temperature", "stop", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options"]
+    others = ["logprobs", "tools", "response_format", "user", "presence_penalty", "unheard_of"]
+    names = [*decode, *openai, *others]
+    reply = server.chat(**dict.fromkeys(names))
+    assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"] == "ok"
+
+
+def test_stop_strings(serve, kit):  # D1, E7
+    server = serve(kit.says("abc<END>def", per_step=4))
+    body = chat_body(stop=["<END>"])
+    reply = server.http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] == "abc" and reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["usage"]["completion_tokens"] == 3
+    events = server.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+    assert text_of(events) == "abc" and events[-1]["usage"]["completion_tokens"] == 3
+    for nothing in ([], "", ["", "zz"], None):
+        assert server.chat(stop=nothing).json()["choices"][0]["message"]["content"] == "abc<END>def"
+    for bad in (list("12345"), 5, [5], {"a": "b"}):
+        refused = server.chat(stop=bad)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop"
+
+
+def test_stop_ends_the_row_at_once(serve, kit):
+    server = serve(kit.says("ab", end=False))
+    assert server.complete("x", max_tokens=100, stop="bab").json()["choices"][0]["text"] == "a"
+    assert server.engine.steps < 10
+
+
+def test_contents(serve, kit):  # E8, E9
+    server = serve(kit.echoes())
+    parts = [{"type": "text", "text": "so"}, {"type": "text", "text": "me"}]
+    body = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]}
+    assert server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "SOME"
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    for content, part in ((image, "[0]"), (None, ""), (7, "")):
+        refused = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == f"messages[0].content{part}"
+    for messages in ([], None, "Hi"):
+        assert server.http.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
+    assert server.chat("").status_code == 200  # the template gives it tokens
+
+
+def test_context_length(serve, kit):  # C3
+    server = serve(kit.says("ok"), length=64)
+    for stream in (False, True):
+        for prompt, tokens in (([65] * 65, None), ([65] * 60, 10), ([65] * 64, 1), ([65] * 64, None)):
+            refused = server.complete(prompt, max_tokens=tokens, stream=stream)
+            assert refused.status_code == 400 and refused.headers["content-type"] == "application/json"
+            error = refused.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert str(len(prompt)) in error["message"] and "64" in error["message"]
+    assert server.complete("a").status_code == 200
+    begin = time.perf_counter()
+    for body in (chat_body(), {"messages": [{"role": "user", "content": "x" * 4_000_000}]}):
+        path = "/v1/chat/completions"
+        reply = server.http.post(path, json=body)
+    assert reply.json()["error"]["code"] == "context_length_exceeded" and time.perf_counter() - begin < 1
+
+
+def test_default_max_tokens_is_capped_by_the_room(serve, kit):  # E12
+    server = serve(kit.says("x", end=False), length=64)
+    assert server.complete([65] * 60).json()["usage"]["completion_tokens"] == 4
+    server = serve(kit.says("x", end=False), length=128, defaults={"max_tokens": 9})
+    assert server.complete([65]).json()["usage"]["completion_tokens"] == 9
+    body = {"max_tokens": 3, "max_completion_tokens": 5}
+    assert server.chat(**body).json()["usage"]["completion_tokens"] == 5
+
+
+def test_decode_settings_reach_the_engine(serve, kit):
+    seen = []
+
+    def script(prompt, decode):
+        seen.append(decode)
+        return kit.left_to_right([kit.EOS] * decode.max_tokens, 99)
+
+    server = serve(script, defaults={"block_size": 16, "skip_threshold": 0.8})
+    fields = dict(temperature=0.5, top_p=0.9, top_k=7, seed=3, block_size=8, confidence="margin", early_stop=False)
+    assert server.chat(**fields, n=2, max_tokens=6).status_code == 200
+    for i in (0, 1):
+        assert {name: getattr(seen[i], name) for name in fields} == {**fields, "seed": 3 + i}
+        assert seen[i].skip_threshold == 0.8 and seen[i].max_tokens == 6
+        assert seen[i].stop_ids == (kit.EOS, kit.EOT)
+    server.complete("a", ignore_eos=True, max_tokens=2, top_k=-1)
+    assert seen[2].stop_ids == () and seen[2].block_size == 16 and seen[2].temperature == 0 and seen[2].top_k == 0
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_completion_tokens", 0),
+        ("temperature", 3),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("n", 0),
+        ("n", 1000),
+        ("seed", 1.5),
+        ("block_size", 0),
+        ("skip_threshold", -1),
+        ("confidence", "vibes"),
+        ("decoder", "magic"),
+        ("early_stop", 1),
+        ("stream", "yes"),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("presence_penalty", 0.5),
+        ("logit_bias", {"5": 1}),
+        ("model", 5),
+    ],
+)
+def test_bad_fields_are_refused_by_name(api, field, value):
+    refused = api.chat(**{field: value})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == field and field in error["message"] and error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.fixture
+def api(serve, kit):
+    return serve(kit.says("ok"))
+
+
+def test_harmless_defaults_and_unknown_fields(serve, kit, api, caplog):
+    fields = dict(
+        top_p=1,
+        n=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        logit_bias={},
+        tools=[],
+        user="me",
+        store=True,
+        response_format={"type": "text"},
+        metadata={"a": "b"},
+        repetition_penalty=1.0,
+        logprobs=False,
+        ignore_eos=False,
+        parallel_tool_calls=True,
+    )
+    assert api.chat(**fields).status_code == 200
+    assert api.chat(unheard_of=5).status_code == 200
+    assert "unheard_of" in caplog.text
+    strict = serve(kit.says("ok"), strict_api=True)
+    assert strict.chat(**fields).status_code == 200
+    assert strict.chat(unheard_of=5).json()["error"]["param"] == "unheard_of"
+
+
+def test_errors_of_the_protocol(serve, kit):
+    api = serve(kit.says("ok"), max_body=2000)
+    post = api.http.post
+    cases = [
+        (post("/v1/chat/completions", content=b"{bad"), 400),
+        (post("/v1/chat/completions", content=b""), 400),
+        (post("/v1/chat/completions", json=[1]), 400),
+        (post("/v1/chat/completions", content=b"[" * 1000), 400),
+        (post("/v1/chat/completions", content=b"\xff\xfe"), 400),
+        (api.http.get("/v1/chat/completions"), 405),
+        (api.http.get("/nowhere"), 404),
+        (api.chat(model="other"), 404),
+        (api.http.get("/v1/models/other"), 404),
+        (post("/v1/completions", json={"prompt": "x" * 3000}), 413),
+        (post("/v1/completions", content=iter([b"x" * 1500, b"x" * 1500])), 413),
+    ]
+    for response, status in cases:
+        assert response.status_code == status, response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert response.headers["x-request-id"]
+    assert api.chat(model="other").json()["error"]["code"] == "model_not_found"
+    assert "org/alias" in api.chat(model="other").json()["error"]["message"]
+    assert api.chat().status_code == 200
+
+
+def test_models_and_meta(api):
+    models = api.http.get("/v1/models").json()
+    assert models["object"] == "list" and [m["id"] for m in models["data"]] == ["tiny", "org/alias"]
+    assert set(models["data"][0]) == {"id", "object", "created", "owned_by"}
+    assert api.http.get("/v1/models/org/alias").json()["id"] == "org/alias"
+    assert api.chat(model="org/alias").json()["model"] == "org/alias"
+    assert api.http.get("/version").json()["version"]
+    assert "version=0.0.4" in api.http.get("/metrics").headers["content-type"]
+
+
+def test_tokenizer_endpoints(api, kit):  # F6
+    tokens = api.http.post("/tokenize", json={"prompt": "Hi"}).json()
+    assert tokens["tokens"] == [72, 105] and tokens["count"] == 2
+    chat = api.http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["tokens"]
+    assert chat[:2] == [kit.BOS, kit.SOH]
+    assert api.http.post("/detokenize", json={"tokens": [72, 105, kit.EOS]}).json() == {"prompt": "Hi"}
+    assert api.http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
+
+
+def test_request_ids(api):
+    assert api.http.get("/health", headers={"X-Request-ID": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert api.http.get("/nowhere", headers={"X-Request-ID": "abc-2"}).headers["x-request-id"] == "abc-2"
+    assert len(api.http.get("/health", headers={"X-Request-ID": "x" * 500}).headers["x-request-id"]) == 32
+
+
+def test_api_key(serve, kit):
+    api = serve(kit.says("ok"), api_key="secret")
+    assert api.http.get("/health").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "secret"}):
+        refused = api.http.get("/v1/models", headers=headers)
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+    assert api.http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_no_chat_template(serve, kit, tmp_path):  # E10
+    from jdllm.tokenizer import Tokenizer
+
+    words = Tokenizer(kit.save_byte_tokenizer(tmp_path, template=None), kit.MODEL)
+    server = serve(kit.says("ok"), tokenizer=words)
+    refused = server.chat()
+    assert refused.status_code == 400 and "--chat-template" in refused.json()["error"]["message"]
+    assert server.complete("a").json()["choices"][0]["text"] == "ok"
+
+
+@pytest.mark.parametrize("answer", [" lead", "a    .b", "x\n\n  y", "it 's", "ok 🐢 go", "삼겹살", "tail ", ""])
+def test_stream_equals_plain(serve, kit, answer):  # D3, D5
+    server = serve(kit.says(answer))
+    events = server.events("/v1/chat/completions", **chat_body())
+    deltas = [c["delta"].get("content", "") for e in events for c in e["choices"]]
+    assert not any("\ufffd" in d for d in deltas)
+    assert "".join(deltas) == answer == server.chat().json()["choices"][0]["message"]["content"]
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_only_settled_text_is_streamed(serve, kit):  # D6
+    def script(prompt, decode):
+        return [[(3, ord("d"))], [(0, ord("a"))], [(2, ord("c"))], [(1, ord("b"))], [(4, kit.EOS)]]
+
+    events = serve(script, step_seconds=0.05).events("/v1/chat/completions", **chat_body())
+    assert [c["delta"].get("content") for e in events for c in e["choices"]] == ["a", "bcd", None]
+
+
+def test_ids_without_text(serve, kit):
+    answer = [72, 262, 263, kit.SOH, 105, kit.EOS]
+    server = serve(lambda prompt, decode: kit.left_to_right(answer))
+    assert server.complete("a").json()["choices"][0]["text"] == "Hi"
