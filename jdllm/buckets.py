@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def make_buckets(config: "EngineConfig") -> list[Bucket]:
-    """The sizes to compile, few since each costs seconds: rows in powers of 16; narrow windows with packed positions two
-    to the octave, since most steps are narrow and padding there is waste; wide windows (prompts) in octaves."""
+    """The sizes to compile, few since each costs seconds: rows in powers of 16; narrow windows with packed positions
+    two to the octave, since most steps are narrow and padding there is waste; wide windows (prompts) in octaves."""
     B, S = config.max_rows, config.max_length
     most = min(B * S, max(config.max_packed, S))
     buckets = set()

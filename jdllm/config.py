@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 GENERIC_HF_FIELDS = frozenset(
-    "_name_or_path architectures auto_map bos_token_id dtype model_type tokenizer_class torch_dtype "
-    "transformers_version".split()
+    (
+        "_name_or_path architectures auto_map bos_token_id dtype model_type tokenizer_class torch_dtype "
+        "transformers_version"
+    ).split()
 )
 """Fields that Hugging Face writes into any config.json and that do not change the forward pass."""
 
@@ -92,8 +94,10 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 # LLaDA's modeling file is a trimmed OLMo: most fields exist because OLMo had them.
 _LLADA_INERT = frozenset(
-    "alibi_bias_max attention_dropout embedding_dropout residual_dropout flash_attention init_cutoff_factor "
-    "init_device init_fn init_std precision use_cache rope_full_precision".split()
+    (
+        "alibi_bias_max attention_dropout embedding_dropout residual_dropout flash_attention init_cutoff_factor "
+        "init_device init_fn init_std precision use_cache rope_full_precision"
+    ).split()
 )
 """Training-time and implementation fields. ``rope_full_precision`` is inert since rotary angles are float32 always."""
 
@@ -111,10 +115,12 @@ _LLADA_ONLY = {
 norm has no meaning without that norm.)"""
 
 _LLADA_HONOURED = frozenset(
-    "vocab_size embedding_size d_model n_layers n_heads n_kv_heads multi_query_attention mlp_ratio mlp_hidden_size "
-    "max_sequence_length rope_theta rms_norm_eps weight_tying scale_logits input_emb_norm include_bias "
-    "include_qkv_bias bias_for_layer_norm mask_token_id eos_token_id pad_token_id "
-    "attention_layer_norm_with_affine".split()
+    (
+        "vocab_size embedding_size d_model n_layers n_heads n_kv_heads multi_query_attention mlp_ratio "
+        "mlp_hidden_size max_sequence_length rope_theta rms_norm_eps weight_tying scale_logits input_emb_norm "
+        "include_bias include_qkv_bias bias_for_layer_norm mask_token_id eos_token_id pad_token_id "
+        "attention_layer_norm_with_affine"
+    ).split()
 )
 
 

@@ -208,6 +208,11 @@ class Engine:
         self._handles[slot] = None
         self._widths[slot] = 0
 
+    def memory(self, bucket: Bucket) -> tuple[int, int]:
+        """Bytes that the program of a bucket updates in place (donated), and bytes of its temporaries."""
+        memory = self._steps[bucket].memory_analysis()
+        return memory.alias_size_in_bytes, memory.temp_size_in_bytes
+
     @property
     def free_slots(self) -> list[int]:
         """Slots without a request, lowest first: low slots keep the row bucket small."""

@@ -151,5 +151,5 @@ REPORT_FIELDS = ("live", "prompt_length", "length", "prefix", "stop", "nfe", "wi
 """Leading columns of a report, int32 [R, 8 + S]; the canvas follows.
 
 ``prefix``: first masked position, or the end of the canvas. ``stop``: position of the first stop id inside the prefix,
-or -1. ``width``: positions of the next window, 0 for a row that is not live. ``computed``: window positions computed for
-this row in this call. The others are as in Rows."""
+or -1. ``width``: positions of the next window, 0 for a row that is not live. ``computed``: window positions computed
+for this row in this call. The others are as in Rows."""

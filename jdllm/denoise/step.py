@@ -40,9 +40,8 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
         return State(rows=rows, tokens=_replace(whole.tokens, tokens), keys=keys, values=values), computed + width
 
     carry = (state, jnp.zeros(R, jnp.int32))
-    state, computed = (
-        body(jnp.int32(0), carry) if bucket.steps == 1 else jax.lax.fori_loop(0, bucket.steps, body, carry)
-    )
+    once = bucket.steps == 1
+    state, computed = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
     return state, _report(_part(state.rows, R), state.tokens[:R], computed, model)
 
 

@@ -142,7 +142,7 @@ def hidden(params: Params, cfg: ModelConfig, tokens: Array, mask: Array | None =
     Returns:
         [B, S, D], before the final norm.
     """
-    rows, length = tokens.shape
+    length = tokens.shape[1]
     mask = jnp.ones((1, length, length), bool) if mask is None else mask
     rope = rope_tables(jnp.arange(length)[None], cfg.head_dim, cfg.rope_theta)
     x = embed(params, cfg, tokens)

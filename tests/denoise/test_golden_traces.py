@@ -16,9 +16,7 @@ MODELS.append(("llada-tiny-gqa", None))
 
 
 def engine_for(golden, model: str, adapter: str | None, rows: int, buckets: Sequence[Bucket] | None = None) -> Engine:
-    engine = Engine(
-        golden.params(model, adapter), golden.config(model), EngineConfig(max_rows=rows, max_length=LENGTH)
-    )
+    engine = Engine(golden.params(model, adapter), golden.config(model), EngineConfig(max_rows=rows, max_length=LENGTH))
     engine.buckets = list(buckets or engine.buckets)
     engine.compile()
     return engine

@@ -5,6 +5,7 @@ Two rules are the project's own and marked: the last block may be cut to ``max_t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -41,7 +42,9 @@ class View:
     eos: bool
 
 
-def decode(prompt: list[int], d: DecodeConfig, forward: Forward, mask_id: int, stop_ids: tuple[int, ...]) -> Iterator[View]:
+def decode(
+    prompt: list[int], d: DecodeConfig, forward: Forward, mask_id: int, stop_ids: tuple[int, ...]
+) -> Iterator[View]:
     P, B = len(prompt), d.block_size
     limit = P + d.max_tokens
     x = list(prompt)
@@ -59,7 +62,7 @@ def decode(prompt: list[int], d: DecodeConfig, forward: Forward, mask_id: int, s
             blocks.append(Block(len(x), size, size))
             x += [mask_id] * size
         # 2 ACTIVATE: sticky
-        for before, after in zip(blocks, blocks[1:], strict=False):
+        for before, after in itertools.pairwise(blocks):
             if before.ratio >= d.decoded_token_threshold:
                 after.complete = True
         # 3 STOP

@@ -13,6 +13,7 @@ from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine, EngineConfig
 from jdllm.models import llada
 
+
 class Script:
     """Tables [B, passes, S] of token, probability and fallback confidence: what the model says at each row's n-th pass
     about each position."""
@@ -69,13 +70,9 @@ SCRIPT_MODEL = ModelConfig(
 
 
 @functools.cache
-def scripted_engine(
-    rows: int, length: int, passes: int, steps: int = 1, packed: int | None = None
-) -> ScriptedEngine:
+def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed: int | None = None) -> ScriptedEngine:
     """An engine whose model will read Scripts of [rows, passes, length]; each shape is compiled once a session."""
-    engine = ScriptedEngine(
-        llada.init(SCRIPT_MODEL, 0), SCRIPT_MODEL, EngineConfig(max_rows=rows, max_length=length)
-    )
+    engine = ScriptedEngine(llada.init(SCRIPT_MODEL, 0), SCRIPT_MODEL, EngineConfig(max_rows=rows, max_length=length))
     engine.buckets = [Bucket(rows, length, packed or rows * length, steps)]
     blank = np.zeros((rows, passes, length))
     engine.play(Script(blank, blank))

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm.config import DecodeConfig
 from jdllm.denoise.state import empty_state, row_numbers
 from jdllm.denoise.step import _forward
 from jdllm.denoise.window import Bucket, pack
-from jdllm.config import DecodeConfig
 from jdllm.models import llada
 from jdllm.models.layers import attention, rms_norm, rope_tables, rotate
 
