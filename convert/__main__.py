@@ -44,7 +44,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors files")
     parser.add_argument("dst", metavar="DST", help="folder to make")
     parser.add_argument("--lora", metavar="DIR", help="PEFT LoRA adapter to merge, in float32 with one cast at the end")
-    parser.add_argument("--dtype", choices=[*DTYPES], help="dtype of the result (default: as stored)")
+    parser.add_argument(
+        "--dtype",
+        choices=[*DTYPES],
+        help="dtype of the result (default: as stored; float32 where an adapter is merged)",
+    )
     parser.add_argument(
         "--verify",
         action="store_true",

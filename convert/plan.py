@@ -104,7 +104,8 @@ def make_plan(source_folder: Path, adapter_folder: Path | None, dtype: str | Non
     """Read and check everything but the weights.
 
     Args:
-        dtype: a key of DTYPES, or None for the stored one.
+        dtype: a key of DTYPES, or None for the one that is exact: float32 with an adapter (the merged sum does not fit
+            into bfloat16, and threshold decoding then takes other tokens), else the stored one.
 
     Raises:
         ConvertError, ConfigError: see open_source and open_adapter.
@@ -120,6 +121,12 @@ def make_plan(source_folder: Path, adapter_folder: Path | None, dtype: str | Non
     stored = {tensor.dtype for tensor in source.tensors.values()}
     if dtype is not None:
         target = DTYPES[dtype]
+    elif adapter is not None:
+        target = np.dtype(np.float32)
+        if stored != {target}:
+            notes.append(
+                "the merged result is float32 (exact); --dtype bfloat16 halves it and rounds the merged weights"
+            )
     elif len(stored) == 1:
         target = next(iter(stored))
     else:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +211,7 @@ class Engine:
 
     def memory(self, bucket: Bucket) -> tuple[int, int]:
         """Bytes that the program of a bucket updates in place (donated), and bytes of its temporaries."""
-        memory = self._steps[bucket].memory_analysis()
+        memory: Any = self._steps[bucket].memory_analysis()
         return memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Block arithmetic: which block a position lies in, how much of a block is decoded, where the next one begins.
+"""Block arithmetic: where the block of a position begins and ends, what is masked, how much of a block is decoded.
 
 Decoded tokens are counted from the canvas, so no counter can drift from it. (The reference keeps a counter, which goes
 wrong if the model emits the mask id; here the mask id is never a candidate.)
@@ -10,10 +10,11 @@ from jax import Array
 from jdllm.denoise.state import Rows
 
 
-def block_index(rows: Rows, position: Array) -> Array:
-    """Block number of each position [R, X]: 0 for the prompt, then 1, 2, ..."""
+def block_end(rows: Rows, position: Array) -> Array:
+    """End (exclusive) of the block of each position [R, X]; the prompt is block 0."""
+    size = jnp.maximum(rows.block_size, 1)[:, None]
     after = position - rows.prompt_length[:, None]
-    return jnp.where(after < 0, 0, 1 + after // jnp.maximum(rows.block_size, 1)[:, None])
+    return position + jnp.where(after < 0, -after, size - after % size)
 
 
 def block_start(rows: Rows, position: Array) -> Array:
@@ -30,8 +31,10 @@ def masked(rows: Rows, tokens: Array, mask_id: int) -> Array:
 
 
 def first(where: Array, otherwise: Array) -> Array:
-    """Index [R] of the first True of each row of ``where`` [R, S]; ``otherwise`` [R] in a row without one."""
-    return jnp.where(jnp.any(where, axis=1), jnp.argmax(where, axis=1).astype(jnp.int32), otherwise)
+    """int32 [R]: index of the first True of each row of ``where`` [R, S], or ``otherwise`` [R], which lies behind every
+    True, in a row without one."""
+    index = jnp.arange(where.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.min(jnp.where(where, index, otherwise[:, None]), axis=1)
 
 
 def newest_block_decoded(rows: Rows, is_masked: Array) -> Array:

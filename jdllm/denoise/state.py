@@ -69,7 +69,8 @@ class State:
     Attributes:
         rows: the numbers of each row.
         tokens: int32 [B, S], the canvases; the mask id wherever nothing is committed.
-        keys, values: one array [B, S, K, H] a layer, indexed by position, keys after rotary embedding.
+        keys, values: one array [B, K, S, H] a layer, indexed by position, keys after rotary embedding. (Heads before
+            positions, as a batched matrix product wants them: no step transposes the cache.)
     """
 
     rows: Rows
@@ -86,7 +87,7 @@ def abstract_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype)
 def empty_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> State:
     """A state whose slots are all free. Every leaf is a buffer of its own, as donation needs."""
     blank = row_numbers(0, DecodeConfig(stop_ids=()), model)
-    cache = (rows, length, model.n_kv_heads, model.head_dim)
+    cache = (rows, model.n_kv_heads, length, model.head_dim)
     return State(
         rows=jax.tree.map(lambda x: jnp.zeros((rows, *np.shape(x)), np.asarray(x).dtype), blank),
         tokens=jnp.full((rows, length), model.mask_id, jnp.int32),

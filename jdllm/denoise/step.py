@@ -23,6 +23,9 @@ from jdllm.denoise.window import Bucket, Packing, pack, visible
 from jdllm.models import llada
 from jdllm.models.layers import attention, rope_tables
 
+Text = tuple[Array, Array]
+"""int32 [R] each: first masked position of a row and its first stop id; its length and limit where there is none."""
+
 
 def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Bucket) -> tuple[State, Array]:
     """``bucket.steps`` denoising steps of slots [0, R); rows that end are frozen from then on.
@@ -32,17 +35,19 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
     """
     R = bucket.rows
 
-    def body(_: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
-        whole, computed = carry
-        progress, tokens, keys, values, width = _step(params, whole, model, bucket)
+    def body(_: Array, carry: tuple[State, Text, Array]) -> tuple[State, Text, Array]:
+        whole, _before, computed = carry
+        progress, text, tokens, keys, values, width = _step(params, whole, model, bucket)
         changed = {name: _replace(getattr(whole.rows, name), part) for name, part in progress.items()}
         rows = dataclasses.replace(whole.rows, **changed)
-        return State(rows=rows, tokens=_replace(whole.tokens, tokens), keys=keys, values=values), computed + width
+        whole = State(rows=rows, tokens=_replace(whole.tokens, tokens), keys=keys, values=values)
+        return whole, text, computed + width
 
-    carry = (state, jnp.zeros(R, jnp.int32))
+    none = jnp.zeros(R, jnp.int32)
+    carry = (state, (none, none), none)
     once = bucket.steps == 1
-    state, computed = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
-    return state, _report(_part(state.rows, R), state.tokens[:R], computed, model)
+    state, text, computed = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
+    return state, _report(_part(state.rows, R), state.tokens[:R], text, computed)
 
 
 def _part(rows: Rows, count: int) -> Rows:
@@ -56,13 +61,13 @@ def _replace(whole: Array, part: Array) -> Array:
 
 def _step(
     params: llada.Params, state: State, model: ModelConfig, bucket: Bucket
-) -> tuple[dict[str, Array], Array, tuple[Array, ...], tuple[Array, ...], Array]:
+) -> tuple[dict[str, Array], Text, Array, tuple[Array, ...], tuple[Array, ...], Array]:
     rows, tokens = _part(state.rows, bucket.rows), state.tokens[: bucket.rows]
     packing = pack(rows, bucket, tokens.shape[1])
     hidden, keys, values = _forward(params, state, rows, tokens, packing, model, bucket)
     tokens = _unmask(params, rows, tokens, packing, hidden, model)
-    progress = _advance(rows, tokens, packing.width > 0, model)
-    return progress, tokens, keys, values, packing.width
+    progress, text = _advance(rows, tokens, packing.width > 0, model)
+    return progress, text, tokens, keys, values, packing.width
 
 
 def _forward(
@@ -85,8 +90,8 @@ def _forward(
     for i, p in enumerate(llada.layer_params(params, model)):
 
         def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
-            keys[i] = packing.write(keys[i], k, packing.valid)
-            values[i] = packing.write(values[i], v, packing.valid)
+            keys[i] = packing.write_cache(keys[i], k)
+            values[i] = packing.write_cache(values[i], v)
             return attention(q[packing.to_window], keys[i][:R], values[i][:R], mask)[packing.row, window_index]
 
         x = llada.layer(p, model, x, rope, attend)
@@ -113,7 +118,7 @@ def _unmask(
         confidence=confidence,
         blocks=tokens.size,
     )
-    return packing.write(tokens, token, accept)
+    return packing.write_tokens(tokens, token, accept)
 
 
 MIN_HEAD = 16
@@ -145,38 +150,36 @@ def _head(
     return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found)
 
 
-def _advance(rows: Rows, tokens: Array, ran: Array, model: ModelConfig) -> dict[str, Array]:
-    """Counters, the cached prefix, the next block, and the end of a row, for the rows that ran; the fields of Rows that
-    a step changes."""
+def _advance(rows: Rows, tokens: Array, ran: Array, model: ModelConfig) -> tuple[dict[str, Array], Text]:
+    """Counters, the cached prefix, the next block, and the end of a row, for the rows that ran: the fields of Rows that
+    a step changes, and how far the text reaches."""
     is_masked = masked(rows, tokens, model.mask_id)
     prefix = first(is_masked, rows.length)
-    stop = _stop_positions(rows, tokens)
+    stop = first(_is_stop(rows, tokens), rows.limit)
     unfinished = prefix < rows.length
-    stopped = rows.stopped | jnp.any(stop, axis=1)
+    stopped = rows.stopped | (stop < rows.limit)
     enough = newest_block_decoded(rows, is_masked) >= rows.need_add
     add = (rows.length < rows.limit) & ~stopped & enough
-    text_ended = first(stop, rows.limit) < prefix
     new = {
-        "live": (unfinished | add) & ~(rows.early_stop & text_ended),
+        "live": (unfinished | add) & ~(rows.early_stop & (stop < prefix)),
         "length": jnp.where(add, jnp.minimum(rows.length + rows.block_size, rows.limit), rows.length),
         "cached": rows.settled,
         "settled": jnp.where(unfinished, block_start(rows, prefix), rows.length),
         "nfe": rows.nfe + 1,
         "stopped": stopped,
     }
-    return {name: jnp.where(ran, value, getattr(rows, name)) for name, value in new.items()}
+    return {name: jnp.where(ran, value, getattr(rows, name)) for name, value in new.items()}, (prefix, stop)
 
 
-def _stop_positions(rows: Rows, tokens: Array) -> Array:
+def _is_stop(rows: Rows, tokens: Array) -> Array:
     """bool [R, S]: generated positions that hold one of the row's stop ids."""
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     generated = (position >= rows.prompt_length[:, None]) & (position < rows.length[:, None])
     return generated & jnp.any(tokens[:, :, None] == rows.stop_ids[:, None, :], axis=2)
 
 
-def _report(rows: Rows, tokens: Array, computed: Array, model: ModelConfig) -> Array:
-    prefix = first(masked(rows, tokens, model.mask_id), rows.length)
-    stop = first(_stop_positions(rows, tokens), rows.limit)
+def _report(rows: Rows, tokens: Array, text: Text, computed: Array) -> Array:
+    prefix, stop = text
     columns = {
         "live": rows.live,
         "prompt_length": rows.prompt_length,

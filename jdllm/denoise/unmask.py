@@ -25,30 +25,38 @@ def candidates(logits: Array, rows: Rows, row: Array, position: Array, mask_id: 
     Returns:
         int32 [M], float32 [M], float32 [M].
     """
+    token = _first_highest(_without(logits, mask_id))
+    probability = _probability(logits, token)
+    plain = (token, probability, probability)
+    special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0)
+    # A plain row reads the values above whatever its neighbours ask for, so they cannot change a bit of it.
+    other = jax.lax.cond(
+        jnp.any(rows.live & special), lambda: _special(logits, rows, row, position, mask_id), lambda: plain
+    )
+    return jax.tree.map(lambda a, b: jnp.where(special[row], a, b), other, plain)
+
+
+def _special(logits: Array, rows: Rows, row: Array, position: Array, mask_id: int) -> tuple[Array, Array, Array]:
+    """``candidates`` for rows with a temperature, a filter or another confidence."""
     temperature = rows.temperature[row]
     logits = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
-    filters = rows.live & ((rows.top_p < 1) | (rows.top_k > 0))
-    keep = lambda x: _filtered(x, rows.top_p[row], rows.top_k[row], jnp.argmax(_without(x, mask_id), axis=1))
-    logits = jax.lax.cond(jnp.any(filters), keep, _same, logits)
-
-    allowed = _without(logits, mask_id)
-    sampled = jnp.any(rows.live & (rows.temperature > 0))
-    noised = jax.lax.cond(sampled, lambda x: _noised(x, rows, row, position), _same, allowed)
-    token = jnp.argmax(noised, axis=1).astype(jnp.int32)
-
-    log_z = jax.nn.logsumexp(logits, axis=1)
-    probability = jnp.exp(jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0] - log_z)
-    other = jnp.any(rows.live & (rows.confidence > 0))
-    confidence = jax.lax.cond(
-        other,
-        lambda: _other_confidence(logits, log_z, probability, rows.confidence[row]),
-        lambda: probability,
-    )
-    return token, probability, confidence
+    best = _first_highest(_without(logits, mask_id))
+    logits = _filtered(logits, rows.top_p[row], rows.top_k[row], best)
+    token = _first_highest(_noised(_without(logits, mask_id), rows, row, position))
+    probability = _probability(logits, token)
+    return token, probability, _confidence(logits, probability, rows.confidence[row])
 
 
-def _same(x: Array) -> Array:
-    return x
+def _first_highest(x: Array) -> Array:
+    """int32 [M]: index of the first maximum of each row. (``jnp.argmax`` is a scalar loop on a CPU.)"""
+    size = x.shape[1]
+    is_highest = x == jnp.max(x, axis=1, keepdims=True)
+    return jnp.min(jnp.where(is_highest, jnp.arange(size, dtype=jnp.int32), size - 1), axis=1)
+
+
+def _probability(logits: Array, token: Array) -> Array:
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1))
 
 
 def _without(logits: Array, token: int) -> Array:
@@ -83,8 +91,8 @@ def _noised(logits: Array, rows: Rows, row: Array, position: Array) -> Array:
     return logits + jnp.where((rows.temperature[row] > 0)[:, None], noise, 0)
 
 
-def _other_confidence(logits: Array, log_z: Array, probability: Array, kind: Array) -> Array:
-    p = jnp.exp(logits - log_z[:, None])
+def _confidence(logits: Array, probability: Array, kind: Array) -> Array:
+    p = jax.nn.softmax(logits, axis=1)
     top = jax.lax.top_k(p, 2)[0]
     neg_entropy = jnp.sum(p * jnp.log(p + 1e-10), axis=1)
     by_kind = {"probability": probability, "margin": top[:, 0] - top[:, 1], "neg_entropy": neg_entropy}

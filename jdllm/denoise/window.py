@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jdllm.denoise.blocks import block_index
+from jdllm.denoise.blocks import block_end
 from jdllm.denoise.state import Rows
 
 
@@ -52,11 +52,16 @@ class Packing:
     valid: Array
     to_window: Array
 
-    def write(self, canvas: Array, packed: Array, where: Array) -> Array:
-        """``canvas`` [B, S, ...] with the packed positions for which ``where`` bool [N] holds replaced from ``packed``
-        [N, ...]; the others are dropped, never clamped."""
-        place = jnp.where(where, self.position, canvas.shape[1])
-        return canvas.at[self.row, place].set(packed, mode="drop")
+    def write_cache(self, cache: Array, packed: Array) -> Array:
+        """``cache`` [B, K, S, H] with every window position replaced from ``packed`` [N, K, H]; positions of the packed
+        axis that hold nothing are dropped, never clamped."""
+        place = jnp.where(self.valid, self.position, cache.shape[2])
+        return cache.at[self.row, :, place].set(packed, mode="drop")
+
+    def write_tokens(self, tokens: Array, packed: Array, where: Array) -> Array:
+        """``tokens`` [R, S] with the positions for which ``where`` bool [N] holds replaced from ``packed`` [N]."""
+        place = jnp.where(where, self.position, tokens.shape[1])
+        return tokens.at[self.row, place].set(packed, mode="drop")
 
 
 def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
@@ -86,9 +91,8 @@ def visible(rows: Rows, window: int, canvas: int) -> Array:
     """The block-causal mask, bool [R, T, S]: a window position sees the canvas positions of its own block and of the
     blocks before it; the prompt is block 0 (semantics section 2). Positions past ``length`` are seen by nobody."""
     query = rows.cached[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
-    key = jnp.broadcast_to(jnp.arange(canvas, dtype=jnp.int32)[None, :], (rows.length.shape[0], canvas))
-    seen = block_index(rows, key)[:, None, :] <= block_index(rows, query)[:, :, None]
-    return seen & (key < rows.length[:, None])[:, None, :]
+    end = jnp.minimum(block_end(rows, query), rows.length[:, None])
+    return jnp.arange(canvas, dtype=jnp.int32)[None, None, :] < end[:, :, None]
 
 
 def running_sum(x: Array) -> Array:

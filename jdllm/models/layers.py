@@ -3,6 +3,7 @@ leading axes are whatever the caller has."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -31,7 +32,8 @@ def rope_tables(positions: Array, head_dim: int, theta: float) -> tuple[Array, A
     Returns:
         two arrays [..., H / 2].
     """
-    inverse = 1.0 / (theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim))
+    # Rounded once before the division, as PyTorch's float32 power is: the tables then equal the reference's to an ulp.
+    inverse = np.float32(1) / (theta ** (np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     angles = positions.astype(jnp.float32)[..., None] * inverse
     return jnp.sin(angles), jnp.cos(angles)
 
@@ -52,7 +54,7 @@ def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """Grouped-query attention, softmax in float32.
 
     Args:
-        q: [R, T, Q, H]; k, v: [R, S, K, H]; query head h reads key head h // (Q / K).
+        q: [R, T, Q, H]; k, v: [R, K, S, H]; query head h reads key head h // (Q / K).
         mask: bool [R, T, S], True where a query sees a key. A query that sees none gets the mean of all values:
             finite, and for the caller to ignore.
 
@@ -60,8 +62,8 @@ def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
         [R, T, Q, H].
     """
     rows, length, heads, size = q.shape
-    grouped = q.reshape(rows, length, k.shape[2], heads // k.shape[2], size)
-    scores = jnp.einsum("RTKGH,RSKH->RKGTS", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
+    grouped = q.reshape(rows, length, k.shape[1], heads // k.shape[1], size)
+    scores = jnp.einsum("RTKGH,RKSH->RKGTS", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("RKGTS,RSKH->RTKGH", weights, v).reshape(q.shape)
+    return jnp.einsum("RKGTS,RKSH->RTKGH", weights, v).reshape(q.shape)

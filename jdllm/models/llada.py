@@ -147,7 +147,7 @@ def hidden(params: Params, cfg: ModelConfig, tokens: Array, mask: Array | None =
     rope = rope_tables(jnp.arange(length)[None], cfg.head_dim, cfg.rope_theta)
     x = embed(params, cfg, tokens)
     for p in layer_params(params, cfg):
-        x = layer(p, cfg, x, rope, lambda q, k, v: attention(q, k, v, mask))
+        x = layer(p, cfg, x, rope, lambda q, k, v: attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask))
     return x
 
 

@@ -112,8 +112,8 @@ def test_i1_rope_tables_at_real_size(golden, prefix, theta):
     names = {n: v for n, v in a.items() if n.startswith(prefix)}
     wanted_sin = next(v for n, v in names.items() if n.endswith("sin"))
     wanted_cos = next(v for n, v in names.items() if n.endswith("cos"))
-    np.testing.assert_allclose(sin, wanted_sin[:, :64], atol=2e-4)
-    np.testing.assert_allclose(cos, wanted_cos[:, :64], atol=2e-4)
+    np.testing.assert_allclose(sin, wanted_sin[:, :64], atol=1e-6)
+    np.testing.assert_allclose(cos, wanted_cos[:, :64], atol=1e-6)
 
 
 @pytest.mark.parametrize("position", [0, 255, 257, 259, 1023, 4095])
@@ -205,6 +205,7 @@ def test_g12_every_option_against_numpy(tiny, options):
 
 
 def test_a8_a_query_without_keys_is_finite():
-    q = k = v = jnp.ones((1, 2, 1, 4))
+    q = jnp.ones((1, 2, 1, 4))
+    k = v = q.swapaxes(1, 2)
     out = attention(q, k, v, jnp.zeros((1, 2, 2), bool))
     assert np.isfinite(np.asarray(out)).all()
