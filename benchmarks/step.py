@@ -32,7 +32,8 @@ from benchmarks.flops import step_flops, visible_pairs
 from benchmarks.machine import matrix_peak, provenance
 from benchmarks.torch_loop import TorchModel, TorchRequest, take_turns
 from jdllm.buckets import choose_bucket
-from jdllm.engine import Engine, EngineConfig
+from jdllm.config import EngineConfig
+from jdllm.engine import Engine
 
 SETTLE_SECONDS = 0.05
 """Pause before a timed run: the other engine's idle threads spin for some milliseconds before they sleep."""

@@ -1,17 +1,14 @@
 """The list of compiled step sizes, and which of them the next call uses."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jdllm.config import EngineConfig
 from jdllm.denoise.window import Bucket
 
-if TYPE_CHECKING:
-    from jdllm.engine import EngineConfig
 
-
-def make_buckets(config: "EngineConfig") -> list[Bucket]:
+def make_buckets(config: EngineConfig) -> list[Bucket]:
     """The sizes to compile, few since each costs seconds: rows in powers of 16; narrow windows with packed positions
     two to the octave, since most steps are narrow and padding there is waste; wide windows (prompts) in octaves."""
     B, S = config.max_rows, config.max_length

@@ -1,4 +1,4 @@
-"""What a model is (ModelConfig) and how a request is decoded (DecodeConfig). Plain data, no arrays.
+"""What a model is (ModelConfig), how a request is decoded (DecodeConfig), what is compiled (EngineConfig). Plain data.
 
 ModelConfig is read from a Hugging Face ``config.json``. Every field of such a file is honoured, known to be without
 effect on inference, or refused by name: a checkpoint never loads with a setting that is silently ignored.
@@ -265,6 +265,28 @@ class DecodeConfig:
         if self.stop_ids is not None:
             ok = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_ids)
             check(ok and len(self.stop_ids) <= MAX_STOP_IDS, "stop_ids", f"at most {MAX_STOP_IDS} token ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """What is compiled.
+
+    Attributes:
+        max_rows: slots (B).
+        max_length: canvas positions a row (S), prompt and answer together.
+        steps_per_dispatch: denoising steps a call; rows that end inside a call are frozen to its end.
+        max_packed: most window positions of all rows together in one step; a row beyond them waits for the next.
+    """
+
+    max_rows: int = 16
+    max_length: int = 1024
+    steps_per_dispatch: int = 1
+    max_packed: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "max_length", "steps_per_dispatch", "max_packed"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
 
 def _check_field(ok: bool, field: str, message: str) -> None:

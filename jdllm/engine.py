@@ -17,33 +17,11 @@ import numpy as np
 from jax import Array
 
 from jdllm.buckets import choose_bucket, make_buckets
-from jdllm.config import DecodeConfig, ModelConfig, RequestError
+from jdllm.config import DecodeConfig, EngineConfig, ModelConfig, RequestError
 from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert, row_numbers
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
 from jdllm.models.llada import Params
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """What is compiled.
-
-    Attributes:
-        max_rows: slots (B).
-        max_length: canvas positions a row (S), prompt and answer together.
-        steps_per_dispatch: denoising steps a call; rows that end inside a call are frozen to its end.
-        max_packed: most window positions of all rows together in one step; a row beyond them waits for the next.
-    """
-
-    max_rows: int = 16
-    max_length: int = 1024
-    steps_per_dispatch: int = 1
-    max_packed: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "max_length", "steps_per_dispatch", "max_packed"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,7 +183,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _generate(args: argparse.Namespace, folder: Path, source: TextIO, files: contextlib.ExitStack) -> int:
     from jdllm import checkpoint  # JAX comes in here, after runtime.configure
-    from jdllm.engine import Engine, EngineConfig
+    from jdllm.config import EngineConfig
+    from jdllm.engine import Engine
 
     try:
         loaded = checkpoint.load(folder, dtype=runtime.default_dtype(args.dtype))

@@ -55,7 +55,8 @@ def open_model(
 ) -> ServedModel:
     """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
     from jdllm import __version__, checkpoint
-    from jdllm.engine import Engine, EngineConfig
+    from jdllm.config import EngineConfig
+    from jdllm.engine import Engine
 
     dtype = default_dtype(dtype)
     progress(f"loading {folder} as {dtype}")

@@ -10,9 +10,9 @@ import pytest
 from jax._src import test_util as jtu
 
 from jdllm.buckets import choose_bucket, make_buckets
-from jdllm.config import DecodeConfig, RequestError
+from jdllm.config import DecodeConfig, EngineConfig, RequestError
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine, EngineConfig
+from jdllm.engine import Engine
 from jdllm.models import llada
 
 LENGTH, ROWS = 96, 4

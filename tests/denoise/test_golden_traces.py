@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from jdllm.config import EngineConfig
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine, EngineConfig
+from jdllm.engine import Engine
 
 LENGTH = 160
 MODELS = [("llada-tiny", "llada-tiny-d2f-lora"), ("llada-tiny", None), ("llada-tiny-gqa", "llada-tiny-gqa-lora")]

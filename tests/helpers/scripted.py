@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdllm.denoise.step as step_module
-from jdllm.config import DecodeConfig, ModelConfig
+from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine, EngineConfig
+from jdllm.engine import Engine
 from jdllm.models import llada
 
 
