@@ -63,12 +63,17 @@ class ModelConfig:
     shifted_logits: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence_length", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must be at least 1")
         if self.d_model % self.n_heads:
             raise ConfigError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head size {self.head_dim} is odd: rotary embedding needs two halves")
+        if self.mask_id == self.eos_id:
+            raise ConfigError(f"mask_id and eos_id are both {self.mask_id}")
         for name in ("mask_id", "eos_id", "pad_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ConfigError(f"{name} {getattr(self, name)} is outside the vocabulary of {self.vocab_size}")
@@ -134,8 +139,7 @@ def _llada_config(hf: Mapping[str, Any]) -> ModelConfig:
     d_model, n_heads = _integer(hf, "d_model"), _integer(hf, "n_heads")
     if hf.get("embedding_size") and _integer(hf, "embedding_size") < _integer(hf, "vocab_size"):
         raise ConfigError(f"config.json: embedding_size={hf['embedding_size']} is below vocab_size={hf['vocab_size']}")
-    bias = bool(hf.get("include_bias", False))
-    norm_bias = hf.get("bias_for_layer_norm")
+    bias = _flag(hf, "include_bias", False)
     return ModelConfig(
         family="llada",
         vocab_size=_integer(hf, "embedding_size") if hf.get("embedding_size") else _integer(hf, "vocab_size"),
@@ -145,33 +149,48 @@ def _llada_config(hf: Mapping[str, Any]) -> ModelConfig:
         n_kv_heads=_llada_kv_heads(hf, n_heads),
         d_ff=_llada_d_ff(hf, d_model),
         max_sequence_length=_integer(hf, "max_sequence_length"),
-        rope_theta=float(hf.get("rope_theta", 10_000.0)),
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-5)),
+        rope_theta=_number(hf, "rope_theta", 10_000.0),
+        rms_norm_eps=_number(hf, "rms_norm_eps", 1e-5),
         mask_id=_integer(hf, "mask_token_id"),
         eos_id=_integer(hf, "eos_token_id"),
         pad_id=_integer(hf, "pad_token_id"),
-        weight_tying=bool(hf.get("weight_tying", True)),
-        scale_logits=bool(hf.get("scale_logits", False)),
-        input_emb_norm=bool(hf.get("input_emb_norm", False)),
-        qkv_bias=bias or bool(hf.get("include_qkv_bias", False)),
+        weight_tying=_flag(hf, "weight_tying", True),
+        scale_logits=_flag(hf, "scale_logits", False),
+        input_emb_norm=_flag(hf, "input_emb_norm", False),
+        qkv_bias=bias or _flag(hf, "include_qkv_bias", False),
         linear_bias=bias,
-        norm_bias=bias if norm_bias is None else bool(norm_bias),
+        norm_bias=_flag(hf, "bias_for_layer_norm", bias),
     )
 
 
 def _llada_kv_heads(hf: Mapping[str, Any], n_heads: int) -> int:
-    heads, multi_query = hf.get("n_kv_heads"), hf.get("multi_query_attention")
-    if heads is None:
+    multi_query = hf.get("multi_query_attention")
+    if hf.get("n_kv_heads") is None:
         return 1 if multi_query else n_heads
+    heads = _integer(hf, "n_kv_heads")
     if multi_query is not None and (heads == 1) != bool(multi_query):
         raise ConfigError(f"config.json: n_kv_heads={heads} contradicts multi_query_attention={multi_query}")
-    return int(heads)
+    return heads
 
 
 def _llada_d_ff(hf: Mapping[str, Any], d_model: int) -> int:
     if hf.get("mlp_hidden_size") is not None:
-        return int(hf["mlp_hidden_size"])
-    return int(hf.get("mlp_ratio", 4) * d_model)
+        return _integer(hf, "mlp_hidden_size")
+    return int(_number(hf, "mlp_ratio", 4) * d_model)
+
+
+def _number(hf: Mapping[str, Any], name: str, default: float) -> float:
+    value = hf.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {name}={value!r} must be a number above 0")
+    return float(value)
+
+
+def _flag(hf: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = hf.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name}={value!r} must be true or false")
+    return default if value is None else value
 
 
 def _integer(hf: Mapping[str, Any], name: str) -> int:
@@ -297,4 +316,5 @@ def _check_field(ok: bool, field: str, message: str) -> None:
 def need(threshold: float, block_size: int) -> int:
     """The fewest decoded tokens m of a block with ``m / block_size >= threshold``, in Python's float64 as the
     reference compares; ``block_size + 1`` where no m reaches it."""
-    return next((m for m in range(block_size + 1) if m / block_size >= threshold), block_size + 1)
+    first = max(0, int(threshold * block_size) - 1)
+    return next((m for m in range(first, block_size + 1) if m / block_size >= threshold), block_size + 1)

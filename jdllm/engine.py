@@ -30,7 +30,8 @@ class Row:
 
     Attributes:
         slot, handle: where the request sits and what ``insert`` was given for it.
-        live: still decoding; False once, in the report in which the row has ended.
+        live: still decoding; False from the report on in which the row has ended, until it is evicted.
+        failed: a pass committed nothing, which takes numbers that are not finite; the text is not to be trusted.
         prompt_length: positions of the prompt.
         length: end of the newest block (exclusive).
         prefix: end of the committed left-to-right text (exclusive): the first masked position, or ``length``.
@@ -42,6 +43,7 @@ class Row:
     slot: int
     handle: Hashable
     live: bool
+    failed: bool
     prompt_length: int
     length: int
     prefix: int
@@ -51,8 +53,9 @@ class Row:
 
     @property
     def canvas_ids(self) -> list[int]:
-        """Everything after the prompt, as the reference returns it."""
-        return self.tokens[self.prompt_length : self.length].tolist()
+        """Everything after the prompt, as the reference returns it; of a row that ``early_stop`` has ended, up to the
+        first position that was left undecoded."""
+        return self.tokens[self.prompt_length : self.length if self.live else self.prefix].tolist()
 
     @property
     def ids(self) -> list[int]:
@@ -62,7 +65,9 @@ class Row:
 
     @property
     def finish_reason(self) -> str | None:
-        """None while the text is open; ``stop`` at a stop id, ``length`` at max_tokens."""
+        """None while the text is open; ``stop`` at a stop id, ``length`` at max_tokens, ``error`` if it failed."""
+        if self.failed:
+            return "error"
         if self.stop >= 0:
             return "stop"
         return None if self.live else "length"
@@ -97,10 +102,12 @@ class Engine:
     """One device-resident batch. Not thread-safe: one thread owns it.
 
     Args:
-        params: flat weights (jdllm.models.llada.Params); their dtype is the compute dtype. Placed as they are: give
-            them sharded and the programs are partitioned the same way.
+        params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
         model: what the weights are.
         config: what is compiled.
+
+    Raises:
+        ValueError: the weights lie on more than one device, which the state does not yet.
     """
 
     def __init__(self, params: Params, model: ModelConfig, config: EngineConfig | None = None):
@@ -108,6 +115,10 @@ class Engine:
         self.buckets = make_buckets(self.config)
         self.counters = Counters()
         self._dtype = params["embed"].dtype
+        devices = {device for leaf in params.values() for device in leaf.devices()}
+        if len(devices) != 1:
+            raise ValueError(f"params: weights on {len(devices)} devices; an engine runs on one so far")
+        self._inserted = 0
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._insert: jax.stages.Compiled
         self._evict: jax.stages.Compiled
@@ -169,14 +180,15 @@ class Engine:
                 raise RequestError("stop_ids", f"{token} is not a token id from 0 to {vocabulary - 1}")
 
     def insert(self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
-        """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None; reports name
-        the row by it."""
+        """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None, and no
+        other request's, earlier or later: reports name the row by it."""
         self.check(prompt_ids, decode)
         if self._handles[slot] is not None:
             raise ValueError(f"slot {slot} is taken by {self._handles[slot]!r}")
         tokens = np.full(self.config.max_length, self.model.mask_id, np.int32)
         tokens[: len(prompt_ids)] = prompt_ids
-        row = row_numbers(len(prompt_ids), decode, self.model)
+        row = row_numbers(len(prompt_ids), decode, self.model, self._inserted)
+        self._inserted += 1
         self.state = self._insert(self.state, np.int32(slot), row, tokens)
         self._handles[slot] = handle
         self._widths[slot] = row.length
@@ -226,5 +238,6 @@ class Engine:
                 continue
             self._widths[slot] = report.pop("width")
             tokens = numbers[len(REPORT_FIELDS) :]
-            rows.append(Row(slot=slot, handle=handle, tokens=tokens, **{**report, "live": bool(report["live"])}))
+            flags = {name: bool(report.pop(name)) for name in ("live", "failed")}
+            rows.append(Row(slot=slot, handle=handle, tokens=tokens, **flags, **report))
         return rows

@@ -22,6 +22,8 @@ class Rows:
 
     Attributes:
         live: bool, the row is decoding; a row that is not takes part in nothing and nothing of it changes.
+        failed: bool, a pass of the row committed nothing, which takes numbers that are not finite; it has ended.
+        arrival: counts insertions; where not all rows fit into a step the older ones go first.
         prompt_length: end of the prompt.
         length: end of the newest block.
         limit: end of the last block that may be added: prompt plus max_tokens.
@@ -41,6 +43,8 @@ class Rows:
     """
 
     live: Array
+    failed: Array
+    arrival: Array
     prompt_length: Array
     length: Array
     limit: Array
@@ -96,7 +100,7 @@ def empty_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype) ->
     )
 
 
-def row_numbers(prompt_length: int, decode: DecodeConfig, model: ModelConfig) -> Rows:
+def row_numbers(prompt_length: int, decode: DecodeConfig, model: ModelConfig, arrival: int = 0) -> Rows:
     """The numbers of one request at its start (no leading axis), NumPy scalars. The first block is added here: the
     prompt counts as a fully decoded block 0."""
     i, f = np.int32, np.float32
@@ -104,6 +108,8 @@ def row_numbers(prompt_length: int, decode: DecodeConfig, model: ModelConfig) ->
     limit = prompt_length + decode.max_tokens
     numbers: dict[str, Any] = {
         "live": np.bool_(True),
+        "failed": np.bool_(False),
+        "arrival": i(arrival % (1 << 31)),
         "prompt_length": i(prompt_length),
         "length": i(min(prompt_length + decode.block_size, limit)),
         "limit": i(limit),
@@ -148,8 +154,8 @@ def evict(state: State, slot: Array) -> State:
     return dataclasses.replace(state, rows=rows)
 
 
-REPORT_FIELDS = ("live", "prompt_length", "length", "prefix", "stop", "nfe", "width", "computed")
-"""Leading columns of a report, int32 [R, 8 + S]; the canvas follows.
+REPORT_FIELDS = ("live", "failed", "prompt_length", "length", "prefix", "stop", "nfe", "width", "computed")
+"""Leading columns of a report, int32 [R, 9 + S]; the canvas follows.
 
 ``prefix``: first masked position, or the end of the canvas. ``stop``: position of the first stop id inside the prefix,
 or -1. ``width``: positions of the next window, 0 for a row that is not live. ``computed``: window positions computed

@@ -19,9 +19,9 @@ from jdllm.denoise.blocks import (
 )
 from jdllm.denoise.state import REPORT_FIELDS, Rows, State
 from jdllm.denoise.unmask import accepted, candidates
-from jdllm.denoise.window import Bucket, Packing, pack, visible
+from jdllm.denoise.window import Bucket, Packing, pack, visible_end, window_attention
 from jdllm.models import llada
-from jdllm.models.layers import attention, rope_tables
+from jdllm.models.layers import rope_tables
 
 Text = tuple[Array, Array]
 """int32 [R] each: first masked position of a row and its first stop id; its length and limit where there is none."""
@@ -31,7 +31,7 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
     """``bucket.steps`` denoising steps of slots [0, R); rows that end are frozen from then on.
 
     Returns:
-        the new state (donate the old one) and the report, int32 [R, 8 + S] (state.REPORT_FIELDS).
+        the new state (donate the old one) and the report, int32 [R, 9 + S] (state.REPORT_FIELDS).
     """
     R = bucket.rows
 
@@ -65,8 +65,8 @@ def _step(
     rows, tokens = _part(state.rows, bucket.rows), state.tokens[: bucket.rows]
     packing = pack(rows, bucket, tokens.shape[1])
     hidden, keys, values = _forward(params, state, rows, tokens, packing, model, bucket)
-    tokens = _unmask(params, rows, tokens, packing, hidden, model)
-    progress, text = _advance(rows, tokens, packing.width > 0, model)
+    tokens_before, tokens = tokens, _unmask(params, rows, tokens, packing, hidden, model)
+    progress, text = _advance(rows, tokens_before, tokens, packing.width > 0, model)
     return progress, text, tokens, keys, values, packing.width
 
 
@@ -82,7 +82,7 @@ def _forward(
     """Run the windows through the layers: [N, D] before the final norm, and the caches with the windows' keys and
     values written. A block's entries are overwritten by every pass until the pass after its last mask is filled."""
     R = bucket.rows
-    mask = visible(rows, bucket.window, tokens.shape[1])
+    end = visible_end(rows, bucket.window)
     rope = rope_tables(packing.position, model.head_dim, model.rope_theta)
     window_index = jnp.clip(packing.position - rows.cached[packing.row], 0, bucket.window - 1)
     keys, values = list(state.keys), list(state.values)
@@ -92,7 +92,8 @@ def _forward(
         def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
             keys[i] = packing.write_cache(keys[i], k)
             values[i] = packing.write_cache(values[i], v)
-            return attention(q[packing.to_window], keys[i][:R], values[i][:R], mask)[packing.row, window_index]
+            out = window_attention(q[packing.to_window], keys[i][:R], values[i][:R], end)
+            return out[packing.row, window_index]
 
         x = llada.layer(p, model, x, rope, attend)
     return x, tuple(keys), tuple(values)
@@ -150,9 +151,12 @@ def _head(
     return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found)
 
 
-def _advance(rows: Rows, tokens: Array, ran: Array, model: ModelConfig) -> tuple[dict[str, Array], Text]:
+def _advance(rows: Rows, before: Array, tokens: Array, ran: Array, model: ModelConfig) -> tuple[dict[str, Array], Text]:
     """Counters, the cached prefix, the next block, and the end of a row, for the rows that ran: the fields of Rows that
-    a step changes, and how far the text reaches."""
+    a step changes, and how far the text reaches. ``before`` and ``tokens`` are the canvases around the step.
+
+    Every pass of a live row commits something, since its first unfinished block is fully activated; one that does not
+    had confidences that are not numbers, and would go on for ever."""
     is_masked = masked(rows, tokens, model.mask_id)
     prefix = first(is_masked, rows.length)
     stop = first(_is_stop(rows, tokens), rows.limit)
@@ -160,8 +164,10 @@ def _advance(rows: Rows, tokens: Array, ran: Array, model: ModelConfig) -> tuple
     stopped = rows.stopped | (stop < rows.limit)
     enough = newest_block_decoded(rows, is_masked) >= rows.need_add
     add = (rows.length < rows.limit) & ~stopped & enough
+    failed = jnp.all(tokens == before, axis=1)
     new = {
-        "live": (unfinished | add) & ~(rows.early_stop & (stop < prefix)),
+        "live": (unfinished | add) & ~(rows.early_stop & (stop < prefix)) & ~failed,
+        "failed": failed,
         "length": jnp.where(add, jnp.minimum(rows.length + rows.block_size, rows.limit), rows.length),
         "cached": rows.settled,
         "settled": jnp.where(unfinished, block_start(rows, prefix), rows.length),
@@ -182,6 +188,7 @@ def _report(rows: Rows, tokens: Array, text: Text, computed: Array) -> Array:
     prefix, stop = text
     columns = {
         "live": rows.live,
+        "failed": rows.failed,
         "prompt_length": rows.prompt_length,
         "length": rows.length,
         "prefix": prefix,

@@ -39,6 +39,8 @@ def candidates(logits: Array, rows: Rows, row: Array, position: Array, mask_id: 
 def _special(logits: Array, rows: Rows, row: Array, position: Array, mask_id: int) -> tuple[Array, Array, Array]:
     """``candidates`` for rows with a temperature, a filter or another confidence."""
     temperature = rows.temperature[row]
+    # Shifted first: however small the temperature, the favourite stays at 0 and nothing becomes inf - inf.
+    logits = logits - jnp.max(logits, axis=1, keepdims=True)
     logits = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
     best = _first_highest(_without(logits, mask_id))
     logits = _filtered(logits, rows.top_p[row], rows.top_k[row], best)

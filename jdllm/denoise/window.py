@@ -12,6 +12,7 @@ from jax import Array
 
 from jdllm.denoise.blocks import block_end
 from jdllm.denoise.state import Rows
+from jdllm.models.layers import attention
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -24,8 +25,8 @@ class Bucket:
         packed: positions of all windows together (N).
         steps: denoising steps a call.
 
-    A row whose window is wider than T, or that finds the N positions taken by the rows before it, waits: a bucket too
-    small costs time and never changes a token.
+    A row whose window is wider than T, or that finds the N positions taken by older rows, waits: a bucket too small
+    costs time and never changes a token.
     """
 
     rows: int
@@ -73,7 +74,8 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
     N = bucket.packed
     width = jnp.where(rows.live, rows.length - rows.cached, 0)
     width = jnp.where(width <= bucket.window, width, 0)
-    width = jnp.where(running_sum(width) <= N, width, 0)
+    older = rows.arrival[None, :] <= rows.arrival[:, None]
+    width = jnp.where(jnp.sum(jnp.where(older, width[None, :], 0), axis=1) <= N, width, 0)
     end = running_sum(width)
     start = end - width
     index = jnp.arange(N, dtype=jnp.int32)
@@ -87,12 +89,39 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
     )
 
 
-def visible(rows: Rows, window: int, canvas: int) -> Array:
-    """The block-causal mask, bool [R, T, S]: a window position sees the canvas positions of its own block and of the
-    blocks before it; the prompt is block 0 (semantics section 2). Positions past ``length`` are seen by nobody."""
+def visible_end(rows: Rows, window: int) -> Array:
+    """The block-causal mask as one number a window position, int32 [R, T]: it sees the canvas positions below its end,
+    which are those of its own block and of the blocks before it; the prompt is block 0 (semantics section 2). Positions
+    past ``length`` are seen by nobody."""
     query = rows.cached[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
-    end = jnp.minimum(block_end(rows, query), rows.length[:, None])
-    return jnp.arange(canvas, dtype=jnp.int32)[None, None, :] < end[:, :, None]
+    return jnp.minimum(block_end(rows, query), rows.length[:, None])
+
+
+MOST_SCORES = 1 << 26
+"""Attention scores (float32 numbers) held at once: 256 MB."""
+
+
+def window_attention(q: Array, k: Array, v: Array, end: Array) -> Array:
+    """``attention`` of windows over their canvases, as many rows at once as MOST_SCORES allows (at least one): the
+    scores of all rows of a wide bucket would be several times the state.
+
+    Args:
+        q: [R, T, Q, H]; k, v: [R, K, S, H]; end: from ``visible_end``.
+
+    Returns:
+        [R, T, Q, H].
+    """
+    R, T, heads, _ = q.shape
+    S = k.shape[2]
+
+    def rows(q: Array, k: Array, v: Array, end: Array) -> Array:
+        return attention(q, k, v, jnp.arange(S, dtype=jnp.int32) < end[:, :, None])
+
+    at_once = max(1, MOST_SCORES // (T * S * heads))
+    if at_once >= R:
+        return rows(q, k, v, end)
+    one = lambda row: rows(*(x[None] for x in row))[0]
+    return jax.lax.map(one, (q, k, v, end), batch_size=at_once)
 
 
 def running_sum(x: Array) -> Array:
