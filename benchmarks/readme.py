@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import shapes, step
+from benchmarks import orders, shapes, step
 from benchmarks.machine import ROOT
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"step": step.table, "shapes": shapes.table}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": step.table,
+    "shapes": shapes.table,
+    "orders": orders.table,
+}
 
 
 class MarkerError(ValueError):

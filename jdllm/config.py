@@ -276,7 +276,7 @@ class DecodeConfig:
             ("top_p", 0.0, 1.0),
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
             check(number and low_f <= value <= high_f, name, f"{value!r} must be a number from {low_f} to {high_f}")
         check(self.top_p > 0, "top_p", "must be above 0")
         check(self.confidence in CONFIDENCES, "confidence", f"{self.confidence!r} must be one of {CONFIDENCES}")

@@ -164,9 +164,9 @@ class Engine:
         room, vocabulary = self.config.max_length, self.model.vocab_size
         if not len(prompt_ids):
             raise RequestError("prompt", "is empty; at least one token is needed")
-        for token in prompt_ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
-                raise RequestError("prompt", f"{token!r} is not a token id from 0 to {vocabulary - 1}")
+        ids = np.asarray(prompt_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
+            raise RequestError("prompt", f"must be token ids from 0 to {vocabulary - 1}")
         if decode.max_tokens < 1:
             raise RequestError("max_tokens", f"{decode.max_tokens} must be at least 1")
         if len(prompt_ids) + decode.max_tokens > room:

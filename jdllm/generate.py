@@ -1,23 +1,27 @@
 """python -m jdllm.generate: decode a file of prompts, one JSON object a line in and one a line out, in input order.
 
-A line has ``prompt``, ``prompt_ids`` or ``messages``, and any of ``id`` and DecodeConfig's fields. All lines share the
-engine's slots. A bad line is reported with its number and the others still run; the exit code is then 1.
+A line has ``prompt``, ``prompt_ids`` or ``messages``, and any of ``id`` and DecodeConfig's fields. Without
+``max_tokens`` it is the checkpoint's default, else DecodeConfig's, cut to the room behind the prompt. All lines share
+the engine's slots. A bad line is reported with its number and the others still run; the exit code is then 1.
 """
 
 import argparse
+import codecs
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from jdllm import runtime, tokenizer
 from jdllm.config import ConfigError, DecodeConfig, ModelConfig, RequestError
-from jdllm.runtime import UsageError
+from jdllm.runtime import NOT_FINITE, UsageError
 from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,29 +55,30 @@ class Line:
         self.result = {"id": self.id, "error": f"line {self.number}: {message}"}
 
 
-def read_lines(source: TextIO, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> list[Line]:
-    """All lines, the bad ones already failed. Blank lines are skipped."""
+def read_lines(
+    source: Iterable[bytes], model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]
+) -> list[Line]:
+    """All lines; the bad ones have already failed, and those that ask for no tokens have their result. Blank lines are
+    skipped."""
     lines = []
-    for number, text in enumerate(source, 1):
-        if not text.strip():
+    for number, data in enumerate(source, 1):
+        if number == 1:
+            data = data.removeprefix(codecs.BOM_UTF8)
+        if not data.strip():
             continue
         line = Line(number, id=number)
         try:
-            _read_line(line, text, model, words, defaults)
+            _read_line(line, data, model, words, defaults)
         except RequestError as error:
             line.fail(str(error))
+        except OverflowError:  # a whole number where a float is compared with its limits
+            line.fail("a number is too large")
         lines.append(line)
     return lines
 
 
-def _read_line(line: Line, text: str, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> None:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("line", f"is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise RequestError("line", "must be a JSON object")
-    fields = {name: value for name, value in fields.items() if value is not None}
+def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> None:
+    fields = _fields(data)
     line.id = fields.pop("id", line.number)
     if unknown := sorted(set(fields) - {*PROMPT_FIELDS, *DECODE_FIELDS}):
         raise RequestError(unknown[0], f"is not known; known are {', '.join((*PROMPT_FIELDS, 'id', *DECODE_FIELDS))}")
@@ -81,18 +86,53 @@ def _read_line(line: Line, text: str, model: ModelConfig, words: Tokenizer | Non
     if len(given) != 1:
         raise RequestError("prompt", f"give exactly one of {', '.join(PROMPT_FIELDS)}")
     settings = {**defaults, **{name: fields[name] for name in DECODE_FIELDS if name in fields}}
-    line.decode = DecodeConfig(**settings)
     line.prompt_ids = _prompt_ids(given[0], fields[given[0]], model, words)
-    # Raw prompts end at the model's end of text alone, as in the reference loops.
-    if given[0] == "messages" and words is not None:
-        line.decode = dataclasses.replace(line.decode, stop_ids=words.stop_ids)
-    room = model.max_sequence_length
-    if len(line.prompt_ids) + line.decode.max_tokens > room:
+    length = len(line.prompt_ids)
+    room = model.max_sequence_length - length
+    if "max_tokens" not in fields:
+        if room < 1:
+            raise RequestError(
+                given[0], f"has {length} tokens, which leaves no room for an answer in the model's {room + length}"
+            )
+        settings["max_tokens"] = min(runtime.default_max_tokens(defaults), room)
+    line.decode = DecodeConfig(**settings)
+    if line.decode.max_tokens > room:
         raise RequestError(
             "max_tokens",
-            f"the prompt has {len(line.prompt_ids)} tokens, and {line.decode.max_tokens} more do not fit into the "
-            f"model's {room}",
+            f"the prompt has {length} tokens, and {line.decode.max_tokens} more do not fit into the model's "
+            f"{room + length}",
         )
+    # Raw prompts, and chats that ask for the reference's behaviour, end at the model's end of text alone.
+    if given[0] == "messages" and words is not None and line.decode.early_stop:
+        line.decode = dataclasses.replace(line.decode, stop_ids=words.stop_ids)
+    if line.decode.max_tokens == 0:
+        line.result = _result(line, [], [], 0, "length", words)
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    """The fields of a line that are not null."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError("line", f"is not valid UTF-8: {error.reason} at byte {error.start + 1}") from None
+    try:
+        fields = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("line", f"is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError("line", "must be a JSON object")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
 
 
 def _prompt_ids(kind: str, value: Any, model: ModelConfig, words: Tokenizer | None) -> list[int]:
@@ -116,10 +156,6 @@ def run_lines(engine: "Engine", max_rows: int, lines: Sequence[Line], words: Tok
     running = 0
     while True:
         while free and (line := next(waiting, None)) is not None:
-            if line.decode.max_tokens == 0:
-                line.result = _result(line, [], [], 0, "length", words)
-                yield line
-                continue
             try:
                 engine.insert(free[0], line, line.prompt_ids, line.decode)
             except RequestError as error:
@@ -141,6 +177,9 @@ def run_lines(engine: "Engine", max_rows: int, lines: Sequence[Line], words: Tok
 def _finished(row: "Row", words: Tokenizer | None) -> Line:
     line = row.handle
     assert isinstance(line, Line)
+    if row.failed:
+        line.fail(NOT_FINITE)
+        return line
     line.result = _result(line, row.ids, row.canvas_ids, row.nfe, row.finish_reason or "length", words)
     return line
 
@@ -167,9 +206,10 @@ def main(argv: list[str] | None = None) -> int:
                 raise UsageError(f"--{name.replace('_', '-')}: {getattr(args, name)} must be at least 1")
         folder = runtime.model_folder(args.model)
         with contextlib.ExitStack() as files:
-            source = _open(files, args.input, "r", sys.stdin, "--input")
+            source = _open_input(files, args.input)
+            sink = _open_output(files, args.output, source)
             runtime.configure(args.memory_fraction, args.compile_cache)
-            return _generate(args, folder, source, files)
+            return _generate(args, folder, source, sink)
     except (UsageError, ConfigError) as error:
         print(f"jdllm.generate: {error}", file=sys.stderr)
         return 2
@@ -181,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _generate(args: argparse.Namespace, folder: Path, source: TextIO, files: contextlib.ExitStack) -> int:
+def _generate(args: argparse.Namespace, folder: Path, source: BinaryIO, sink: TextIO) -> int:
     from jdllm import checkpoint  # JAX comes in here, after runtime.configure
     from jdllm.config import EngineConfig
     from jdllm.engine import Engine
@@ -190,9 +230,12 @@ def _generate(args: argparse.Namespace, folder: Path, source: TextIO, files: con
         loaded = checkpoint.load(folder, dtype=runtime.default_dtype(args.dtype))
     except checkpoint.CheckpointError as error:
         raise UsageError(f"--model: {error}") from None
+    for warning in runtime.checkpoint_warnings(loaded.meta):
+        print(f"warning: {warning}", file=sys.stderr)
     words = tokenizer.load(folder, loaded.config)
     lines = read_lines(source, loaded.config, words, runtime.decode_defaults(loaded.meta))
-    sink = _open(files, args.output, "w", sys.stdout, "--output")
+    if sink is not sys.stdout and _is_file(sink):
+        sink.truncate(0)
     good = [line for line in lines if line.result is None]
     if good:
         rows = min(args.max_rows, len(good))
@@ -213,7 +256,7 @@ def _generate(args: argparse.Namespace, folder: Path, source: TextIO, files: con
 def _write(sink: TextIO, lines: Sequence[Line], written: int) -> int:
     """Write what is known and whose turn it is; returns how many lines are written now."""
     while written < len(lines) and (result := lines[written].result) is not None:
-        sink.write(json.dumps(result, ensure_ascii=False) + "\n")
+        sink.write(json.dumps(result) + "\n")  # ASCII: an id may hold half of a surrogate pair
         written += 1
     sink.flush()
     return written
@@ -226,21 +269,51 @@ def _progress(text: str, last: bool = False) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _open(files: contextlib.ExitStack, path: str, mode: str, standard: TextIO, flag: str) -> TextIO:
+def _open_input(files: contextlib.ExitStack, path: str) -> BinaryIO:
     if path == "-":
-        return standard
+        return sys.stdin.buffer
     try:
-        return files.enter_context(cast(TextIO, open(Path(path).expanduser(), mode, encoding="utf-8")))
+        return files.enter_context(open(Path(path).expanduser(), "rb"))
     except OSError as error:
-        raise UsageError(f"{flag}: cannot open {path}: {error.strerror}") from None
+        raise UsageError(f"--input: cannot open {path}: {error.strerror}") from None
+
+
+def _open_output(files: contextlib.ExitStack, path: str, source: BinaryIO) -> TextIO:
+    """Opened before anything slow begins, so that mistakes show at once. What a file holds stays until there is
+    something to write."""
+    if path == "-":
+        return sys.stdout
+    try:
+        sink = open(  # noqa: SIM115 (the stack closes it)
+            Path(path).expanduser(),
+            "w",
+            encoding="utf-8",
+            opener=lambda p, flags: os.open(p, flags & ~os.O_TRUNC, 0o666),
+        )
+    except OSError as error:
+        raise UsageError(f"--output: cannot open {path}: {error.strerror}") from None
+    files.enter_context(sink)
+    if _is_file(sink) and os.path.sameopenfile(source.fileno(), sink.fileno()):
+        raise UsageError(f"--output: {path} is the input itself")
+    return sink
+
+
+def _is_file(sink: TextIO) -> bool:
+    """Not a terminal, a pipe or a device."""
+    return stat.S_ISREG(os.fstat(sink.fileno()).st_mode)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jdllm.generate", description="Decode a file of prompts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jdllm.generate",
+        description="Decode a file of prompts, one JSON object a line: prompt, prompt_ids or messages, and any of id, "
+        f"{', '.join(DECODE_FIELDS)}. max_tokens defaults to the checkpoint's recommendation, else "
+        f"{DecodeConfig.max_tokens}, cut to the room behind the prompt.",
+    )
     add = parser.add_argument
     add("--model", help="folder of a converted checkpoint; default: the model that comes with jdllm")
     add("--input", default="-", help="JSON lines; - is standard input (default)")
-    add("--output", default="-", help="JSON lines; - is standard output (default)")
+    add("--output", default="-", help="JSON lines; - is standard output (default); not the input itself")
     add("--max-rows", type=int, default=16, help="lines decoded at once (default 16)")
     add("--steps-per-dispatch", type=int, default=1, help="denoising steps a device call (default 1)")
     add("--dtype", choices=runtime.DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere")

@@ -1,4 +1,5 @@
-"""What has to be set before JAX is imported: memory, compile cache, XLA flags; and where the shipped model lies.
+"""What has to be set before JAX is imported: memory, compile cache, XLA flags; where the shipped model lies; and what
+the commands make of a checkpoint's jdllm.json.
 
 This module imports nothing of JAX.
 """
@@ -15,6 +16,11 @@ SHIPPED = Path(__file__).resolve().parent / "shipped"
 """Folder of the models that come with the package."""
 
 DTYPES = ("float32", "bfloat16")
+
+NOT_FINITE = (
+    "the model gave non-finite numbers, so the answer cannot go on (bad weights, or a dtype too narrow for them)"
+)
+"""What a user is told of a row that has failed."""
 
 
 class UsageError(Exception):
@@ -98,6 +104,22 @@ def decode_defaults(meta: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, RequestError) as error:
         raise UsageError(f"--model: the checkpoint's jdllm.json has bad defaults: {error}") from None
     return dict(defaults)
+
+
+def default_max_tokens(defaults: Mapping[str, Any]) -> int:
+    """Answer length when a request gives none: the checkpoint's, else DecodeConfig's. Whoever uses it caps it by the
+    room behind the prompt."""
+    return int(defaults.get("max_tokens", DecodeConfig.max_tokens))
+
+
+def checkpoint_warnings(meta: Mapping[str, Any]) -> list[str]:
+    """What a user should know about a checkpoint, from its jdllm.json; one line each."""
+    if (decoder := meta.get("decoder")) != "d2f":
+        return [
+            f"the checkpoint was converted without a D2F adapter (decoder {decoder!r}); D2F decoding, which it gets "
+            "here, is not what it was trained for, and answers may be poor"
+        ]
+    return []
 
 
 def default_dtype(dtype: str | None) -> str:

@@ -1,5 +1,6 @@
 """python -m jdllm.serve: an OpenAI-compatible server for one checkpoint.
 
+A request without ``max_tokens`` gets the checkpoint's default, else DecodeConfig's, cut to the room behind its prompt.
 /health answers from the first moment, /ready once everything is compiled. SIGTERM and Ctrl-C let running requests end
 (at most --grace seconds); a second one ends at once.
 """
@@ -152,9 +153,18 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     log.info("listening at %s; /ready tells when requests are taken", url)
-    serving = asyncio.ensure_future(server.serve([listener]))
+
+    async def serve_http() -> str | None:
+        try:
+            await server.serve([listener])
+        except (Exception, SystemExit) as error:  # uvicorn leaves through sys.exit when its startup fails
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    serving = asyncio.ensure_future(serve_http())
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, failed)]
     await asyncio.wait((serving, *waits), return_when=asyncio.FIRST_COMPLETED)
+    unasked = serving.done() and not stop.is_set() and not failed.is_set()
     if stop.is_set():
         log.info("draining: running requests have %.0f s", args.grace)
         engine.drain()
@@ -163,7 +173,11 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
             await asyncio.sleep(0.05)
         await asyncio.to_thread(engine.stop)  # who is left gets an error, not a closed connection
     server.should_exit = True
-    await serving
+    problem = await serving
+    if problem or unasked:
+        what = "has ended by itself" if server.started else "could not start"
+        log.critical("the server at %s %s: %s", url, what, problem or "no reason given")
+        return 1
     return 1 if failed.is_set() else 0
 
 

@@ -72,7 +72,7 @@ class Tokenizer:
         return getattr(self._hf, name, None)
 
     def fewest(self, *texts: str) -> int:
-        """Fewer tokens than the texts have, without the work of encoding them: to refuse what is far too long."""
+        """A lower bound of the texts' tokens, without the work of encoding them: to refuse what is far too long."""
         # Normalisation may shorten a text; a factor of four is beyond what it does.
         return sum(map(len, texts)) // (4 * self._longest)
 
@@ -86,12 +86,15 @@ class Tokenizer:
         Raises:
             RequestError: a message is malformed, or the template cannot render the chat; names the message.
         """
+        return self.encode_checked(check_messages(messages, field), field)
+
+    def encode_checked(self, chat: Sequence[Mapping[str, str]], field: str = "messages") -> list[int]:
+        """``encode_chat`` for what ``check_messages`` has returned."""
         if self.chat_template is None:
             raise RequestError(
                 field,
                 "this model's tokenizer has no chat template; use completions, or start with --chat-template FILE",
             )
-        chat = check_messages(messages, field)
         key = secrets.token_hex(8)
         hidden: list[str] = []
 
@@ -99,10 +102,18 @@ class Tokenizer:
             hidden.append(match[0])
             return f"\x02{key}:{len(hidden) - 1}\x03"
 
-        masked = [m | {"content": self._special_text.sub(hide, m["content"])} for m in chat]
+        masked = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in chat]
         text = self._render(masked, field)
+        end = 0
         for at, message in enumerate(masked):
-            if message["role"] != "assistant" and message["content"].strip() not in text:
+            content = message["content"].strip()
+            # Most templates keep the order, so looking on from the last place makes it one pass over the text.
+            found = text.find(content, end)
+            if found < 0:
+                found = text.find(content)
+            if found >= 0:
+                end = found + len(content)
+            elif message["role"] != "assistant":
                 raise RequestError(
                     f"{field}[{at}]", f"the model's chat template drops the text of role {message['role']!r}"
                 )
@@ -166,7 +177,7 @@ def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
     """The ids of a prompt, if they are ids of this model.
 
     Raises:
-        RequestError: they are not, there is none, or one is the mask (filling gaps of a prompt is not supported).
+        RequestError: they are not, or there is none.
     """
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise RequestError(field, "must be a list of token ids")
@@ -175,8 +186,6 @@ def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         wrong = next(i for i in ids if not 0 <= i < model.vocab_size)
         raise RequestError(field, f"{wrong} is not a token id from 0 to {model.vocab_size - 1}")
-    if model.mask_id in ids:
-        raise RequestError(field, f"holds the mask token {model.mask_id}; only what follows a prompt can be filled in")
     return ids
 
 

@@ -25,6 +25,11 @@ from jdllm.serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequ
 
 log = logging.getLogger("jdllm.serving")
 
+MAX_TOLD = 100
+"""Unknown fields that the log names; clients choose the names, so there must be an end to them."""
+MAX_NAME = 64
+"""Characters that the log shows of each."""
+
 Body = TypeVar("Body", bound=BaseModel)
 OpenModel = Callable[[Callable[[str], None]], ServedModel]
 
@@ -105,9 +110,10 @@ def create_app(
         if unknown := body.unknown_fields():
             if config.strict_api:
                 raise RequestError(unknown[0], "is not a field that this server knows")
-            if fresh := set(unknown) - told:
+            if fresh := sorted({name[:MAX_NAME] for name in unknown} - told)[: MAX_TOLD - len(told)]:
                 told.update(fresh)
-                log.warning("ignored, here and from now on, unknown fields: %s", ", ".join(sorted(fresh)))
+                end = "; further ones will not be named" if len(told) == MAX_TOLD else ""
+                log.warning("ignored, here and from now on, unknown fields: %s%s", ", ".join(map(repr, fresh)), end)
         call = open_call(body, body.model or config.names[0], model, loop)
 
         def done() -> None:

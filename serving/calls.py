@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jdllm.config import RequestError
+from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
 from jdllm.serving.job import Job
 from jdllm.serving.loop import EngineLoop
-from jdllm.serving.model import DEFAULT_MAX_TOKENS, ServedModel
+from jdllm.serving.model import ServedModel
 from jdllm.serving.schemas import ChatRequest, CompletionRequest, prompts
 from jdllm.serving.stream import Answer
 from jdllm.tokenizer import check_messages, check_prompt
@@ -147,37 +148,39 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     if options is not None and not request.stream:
         raise RequestError("stream_options", "is only possible with stream: true")
     stops = request.stop_strings()
+    n = 1 if request.n is None else request.n
     heads: list[str] = []
     if isinstance(request, ChatRequest):
-        _refuse_far_too_long([m["content"] for m in check_messages(request.messages)], model, "messages")
-        encoded = [words.encode_chat(request.messages)]
+        field = "messages"
         limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         lowest = 1
+        _check_choices(n, 1, loop)
+        chat = check_messages(request.messages)
+        _refuse_far_too_long([m["content"] for m in chat], model, field)
+        encoded = [words.encode_checked(chat)]
     else:
+        field = "prompt"
+        limit_name, lowest = "max_tokens", 0 if request.echo else 1
         given = prompts(request.prompt)
+        _check_choices(n, len(given), loop)
         for p in given:
             if isinstance(p, str):
-                _refuse_far_too_long([p], model, "prompt")
+                _refuse_far_too_long([p], model, field)
         encoded = [words.encode(p) if isinstance(p, str) else p for p in given]
-        limit_name, lowest = "max_tokens", 0 if request.echo else 1
-        if request.echo:
-            heads = [p if isinstance(p, str) else words.decode(p) for p in given]
     asked = getattr(request, limit_name)
     if asked is not None and asked < lowest:
         raise RequestError(limit_name, f"{asked} must be at least {lowest}")
-    n = 1 if request.n is None else request.n
-    most = min(MAX_CHOICES, loop.capacity)
-    if n < 1 or n * len(encoded) > most:
-        raise RequestError("n" if n != 1 else "prompt", f"from 1 to {most} answers a call are possible")
     seed = random.getrandbits(32) if request.seed is None else request.seed
     news = asyncio.Event()
     jobs = []
     for ids in encoded:
-        field = "messages" if isinstance(request, ChatRequest) else "prompt"
         max_tokens = _room(len(check_prompt(ids, model.config, field)), asked, limit_name, field, model)
+        settings = request.decode(model.defaults, max_tokens, words.stop_ids, seed)
         for i in range(n):
-            decode = request.decode(model.defaults, max_tokens, words.stop_ids, seed + i)
+            decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
             jobs.append(Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream)))
+    if isinstance(request, CompletionRequest) and request.echo:
+        heads = [p if isinstance(p, str) else words.decode(p) for p in given]
     if asked == 0:  # nothing but the echo
         for job in jobs:
             job.finish_reason = "length"
@@ -197,11 +200,19 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     )
 
 
+def _check_choices(n: int, prompt_count: int, loop: EngineLoop) -> None:
+    """Before the prompts are encoded, since millions of them would keep everyone else waiting."""
+    most = min(MAX_CHOICES, loop.capacity)
+    if n < 1 or n * prompt_count > most:
+        raise RequestError("n" if n != 1 else "prompt", f"from 1 to {most} answers a call are possible")
+
+
 def _refuse_far_too_long(texts: Sequence[str], model: ServedModel, field: str) -> None:
     """Megabytes of text are refused before they are encoded, which would keep everyone else waiting."""
-    fewest = model.tokenizer.fewest(*texts)
+    # A message has at least one token, whatever its text: the one that begins it.
+    fewest = max(model.tokenizer.fewest(*texts), len(texts) if field == "messages" else 0)
     if fewest >= model.max_length:
-        raise _too_long(f"more than {fewest} tokens", model, field)
+        raise _too_long(f"at least {fewest} tokens", model, field)
 
 
 def _room(prompt: int, asked: int | None, asked_field: str, field: str, model: ServedModel) -> int:
@@ -210,7 +221,7 @@ def _room(prompt: int, asked: int | None, asked_field: str, field: str, model: S
     if room < 1:
         raise _too_long(f"{prompt} tokens", model, field)
     if asked is None:
-        return min(model.defaults.get("max_tokens", DEFAULT_MAX_TOKENS), room)
+        return min(default_max_tokens(model.defaults), room)
     if asked > room:
         raise _too_long(f"{prompt} tokens and {asked_field} is {asked}", model, asked_field)
     return asked

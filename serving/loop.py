@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jdllm.config import RequestError
+from jdllm.runtime import NOT_FINITE
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
 from jdllm.serving.job import Job
 from jdllm.serving.metrics import Metrics
@@ -33,7 +34,8 @@ class EngineLoop:
         open_model: loads weights and tokenizer; given a function that takes progress lines.
         post: how to reach the clients' thread.
         queue_limit: jobs that may wait.
-        on_change: told, by the engine's thread, when the state has become ``ready`` or ``failed``.
+        on_change: told, by the engine's thread, whenever the state has become ``ready`` (after the start and after
+            each recovery) or ``failed``.
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class EngineLoop:
     @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
-        return not self._waiting and not self._running
+        with self._changed:  # a job that moves to its slot is, for a moment, in neither
+            return not self._waiting and not self._running
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; jobs that are left get an error. While it loads or compiles it is abandoned instead."""
@@ -215,10 +218,7 @@ class EngineLoop:
         try:
             engine.insert(slot, job, job.prompt_ids, job.decode)
         except RequestError as error:  # checked before it was queued, so this is rare; the others go on
-            del self._running[slot]
-            job.error = from_exception(error)
-            self._metrics.failed.inc()
-            self._news[id(job)] = job
+            self._fail(slot, job, from_exception(error))
         else:
             job.started = time.monotonic()
             self._metrics.queue_seconds.observe(job.started - job.arrived)
@@ -229,6 +229,10 @@ class EngineLoop:
         if job is None or job.cancelled or row.handle != job:
             return
         job.nfe = row.nfe
+        if row.failed:
+            engine.evict(row.slot)
+            self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))
+            return
         end = (row.stop if row.stop >= 0 else row.prefix) - row.prompt_length
         if end > job.read:
             job.answer.extend(row.tokens[row.prompt_length + job.read : row.prompt_length + end].tolist())
@@ -250,6 +254,14 @@ class EngineLoop:
         self._news[id(job)] = job
         del self._running[slot]
         job.finish_reason = reason  # last: whoever sees it may read everything else
+
+    def _fail(self, slot: int, job: Job, error: ApiError) -> None:
+        """End one job with an error; the others go on."""
+        log.error("a request failed: %s", error.message)
+        self._metrics.failed.inc()
+        self._news[id(job)] = job
+        del self._running[slot]
+        job.error = error  # last, as in _finish
 
     def _fail_running(self) -> None:
         error = from_exception(RuntimeError("engine fault"))

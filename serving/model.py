@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from jdllm import tokenizer as tokenizers
 from jdllm.config import ModelConfig
-from jdllm.runtime import UsageError, decode_defaults, default_dtype
+from jdllm.runtime import UsageError, checkpoint_warnings, decode_defaults, default_dtype
 from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jdllm.engine import Engine
 
 Progress = Callable[[str], None]
-
-DEFAULT_MAX_TOKENS = 256
-"""Answer length when a request gives none and the checkpoint has no default; capped by the room behind the prompt.
-An answer that ends earlier costs nothing for the rest, since blocks are added as they are needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +63,7 @@ def open_model(
     words = tokenizers.load(folder, loaded.config, chat_template)
     if words is None:
         raise UsageError(f"--model: {folder} has no tokenizer.json, and a server works with text")
-    for warning in words.warnings:
+    for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
     length = min(max_length or 1024, loaded.config.max_sequence_length)
     if max_length and max_length > length:

@@ -98,14 +98,16 @@ class _Request(BaseModel):
     def decode(
         self, defaults: Mapping[str, Any], max_tokens: int, stop_ids: tuple[int, ...], seed: int
     ) -> DecodeConfig:
-        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's."""
+        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's. ``stop_ids`` hold with
+        ``early_stop`` only: without it the model's end of text is the one stop, as in the reference."""
         given = {name: getattr(self, name) for name in _DECODE_FIELDS if getattr(self, name) is not None}
         if given.get("top_k") == -1:  # how vLLM's clients switch it off
             given["top_k"] = 0
         if not 0 <= given.get("temperature", 0) <= 2:
             raise RequestError("temperature", f"{self.temperature!r} must be a number from 0 to 2")
         settings = {**defaults, **given, "max_tokens": max_tokens, "seed": seed}
-        settings["stop_ids"] = () if self.ignore_eos else stop_ids
+        early_stop = settings.get("early_stop", DecodeConfig.early_stop)
+        settings["stop_ids"] = () if self.ignore_eos else stop_ids if early_stop else None
         return DecodeConfig(**settings)
 
     def unknown_fields(self) -> list[str]:

@@ -212,6 +212,8 @@ def test_refusals_name_the_field_and_change_nothing(engine, prompt, decode, fiel
         {"skip_threshold": float("nan")},
         {"temperature": -1.0},
         {"temperature": "1"},
+        {"temperature": 10**400},
+        {"skip_threshold": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_k": True},

@@ -159,6 +159,26 @@ def test_a_template_that_drops_a_role_is_noticed(tmp_path, model):  # F3
         words.encode_chat([{"role": "system", "content": "Be terse."}, {"role": "user", "content": "2+3?"}])
 
 
+def test_a_template_may_change_the_order(model):
+    template = "{% for m in messages | reverse %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    chat = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    assert Tokenizer(FOLDER, model, template).encode_chat(chat)
+
+
+def test_chat_work_is_linear(words):  # D9
+    def seconds(n: int) -> float:
+        chat = [{"role": "user", "content": f"message {i}"} for i in range(n)]
+        begin = time.thread_time()
+        words.encode_chat(chat)
+        return time.thread_time() - begin
+
+    assert min(seconds(16_000) for _ in range(2)) < 10 * min(seconds(4000) for _ in range(2))  # quadratic: 16
+
+
 def test_no_chat_template(tmp_path, model):  # E10
     words = Tokenizer(changed(tmp_path, chat_template=None), model)
     assert "no chat template" in words.warnings[0]

@@ -42,7 +42,7 @@ MODEL = ModelConfig(
     pad_id=EOS,
 )
 
-Step = list[tuple[int, int]]
+Step = list[tuple[int, int]] | None  # None: numbers that are not finite, so that the row fails
 Script = Callable[[list[int], DecodeConfig], list[Step]]
 
 
@@ -112,8 +112,10 @@ class ScriptEngine:
 
     def _advance(self, slot: int, row: dict) -> Row:
         P, decode, tokens = row["P"], row["decode"], row["tokens"]
-        for at, token in next(row["steps"]):
+        revealed = next(row["steps"])
+        for at, token in revealed or []:
             tokens[P + at] = token
+        failed = revealed is None
         row["nfe"] += 1
         length = P + decode.max_tokens
         masks = np.flatnonzero(tokens[P:length] == MASK)
@@ -121,11 +123,12 @@ class ScriptEngine:
         stop_ids = (EOS,) if decode.stop_ids is None else decode.stop_ids
         stops = np.flatnonzero(np.isin(tokens[P:prefix], stop_ids))
         stop = P + int(stops[0]) if len(stops) else -1
-        row["ended"] = stop >= 0 or prefix == length
+        row["ended"] = stop >= 0 or prefix == length or failed
         return Row(
             slot=slot,
             handle=row["handle"],
             live=not row["ended"],
+            failed=failed,
             prompt_length=P,
             length=length,
             prefix=prefix,

@@ -5,6 +5,9 @@ import time
 
 import pytest
 
+from jdllm.config import DecodeConfig
+from jdllm.tokenizer import check_messages as CHECK
+
 
 def chat_body(**fields):
     return {"messages": [{"role": "user", "content": "Hi"}], **fields}
@@ -179,9 +182,42 @@ def test_context_length(serve, kit):  # C3
     assert reply.json()["error"]["code"] == "context_length_exceeded" and time.perf_counter() - begin < 1
 
 
+def test_too_much_is_refused_before_it_is_encoded(serve, kit, monkeypatch):
+    server = serve(kit.says("ok"), length=64)
+
+    def encode(*_, **__):
+        raise AssertionError("encoded")
+
+    for name in ("encode", "encode_chat", "encode_checked"):
+        monkeypatch.setattr(server.words, name, encode)
+    many = [{"role": "user", "content": ""}] * 64
+    for path, body, param in (
+        ("/v1/completions", {"prompt": ["a"] * 2_000_000}, "prompt"),
+        ("/v1/completions", {"prompt": [[65]] * 1_000_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 65, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": [[65] * 70], "echo": True}, "prompt"),
+        ("/v1/chat/completions", {"messages": many}, "messages"),
+        ("/v1/chat/completions", {"messages": many, "n": 129}, "n"),
+    ):
+        error = server.http.post(path, json=body).json()["error"]
+        assert error["param"] == param and error["type"] == "invalid_request_error", error
+
+
+def test_a_chat_is_checked_once(serve, kit, monkeypatch):
+    from jdllm import tokenizer
+    from jdllm.serving import calls
+
+    server, counts = serve(kit.says("ok")), []
+    for module in (calls, tokenizer):
+        monkeypatch.setattr(module, "check_messages", lambda *a: counts.append(a) or CHECK(*a))
+    assert server.chat().status_code == 200 and len(counts) == 1
+
+
 def test_default_max_tokens_is_capped_by_the_room(serve, kit):  # E12
     server = serve(kit.says("x", end=False), length=64)
     assert server.complete([65] * 60).json()["usage"]["completion_tokens"] == 4
+    server = serve(kit.says("x", end=False), length=256)
+    assert server.complete([65]).json()["usage"]["completion_tokens"] == DecodeConfig.max_tokens  # as jdllm.generate
     server = serve(kit.says("x", end=False), length=128, defaults={"max_tokens": 9})
     assert server.complete([65]).json()["usage"]["completion_tokens"] == 9
     body = {"max_tokens": 3, "max_completion_tokens": 5}
@@ -196,7 +232,7 @@ def test_decode_settings_reach_the_engine(serve, kit):
         return kit.left_to_right([kit.EOS] * decode.max_tokens, 99)
 
     server = serve(script, defaults={"block_size": 16, "skip_threshold": 0.8})
-    fields = dict(temperature=0.5, top_p=0.9, top_k=7, seed=3, block_size=8, confidence="margin", early_stop=False)
+    fields = dict(temperature=0.5, top_p=0.9, top_k=7, seed=3, block_size=8, confidence="margin", early_stop=True)
     assert server.chat(**fields, n=2, max_tokens=6).status_code == 200
     for i in (0, 1):
         assert {name: getattr(seen[i], name) for name in fields} == {**fields, "seed": 3 + i}
@@ -204,6 +240,28 @@ def test_decode_settings_reach_the_engine(serve, kit):
         assert seen[i].stop_ids == (kit.EOS, kit.EOT)
     server.complete("a", ignore_eos=True, max_tokens=2, top_k=-1)
     assert seen[2].stop_ids == () and seen[2].block_size == 16 and seen[2].temperature == 0 and seen[2].top_k == 0
+    server.chat(early_stop=False, max_tokens=2)
+    assert seen[3].stop_ids is None and seen[3].early_stop is False  # the reference stops at the end of text alone
+
+
+def test_seeds_wrap(serve, kit):
+    seen = []
+
+    def script(prompt, decode):
+        seen.append(decode.seed)
+        return kit.left_to_right([kit.EOS] * decode.max_tokens, 99)
+
+    server = serve(script, rows=1)
+    for seed, wanted in (
+        (2**64 - 1, [2**64 - 1, 0, 1]),
+        (-1, [2**64 - 1, 0, 1]),
+        (-(2**63), [2**63, 2**63 + 1, 2**63 + 2]),
+    ):
+        seen.clear()
+        assert server.complete("a", n=3, max_tokens=2, seed=seed).status_code == 200
+        assert seen == wanted
+    for seed in (2**64, -(2**63) - 1):
+        assert server.complete("a", max_tokens=2, seed=seed).json()["error"]["param"] == "seed"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +332,15 @@ def test_harmless_defaults_and_unknown_fields(serve, kit, api, caplog):
     strict = serve(kit.says("ok"), strict_api=True)
     assert strict.chat(**fields).status_code == 200
     assert strict.chat(unheard_of=5).json()["error"]["param"] == "unheard_of"
+
+
+def test_names_of_unknown_fields_fill_neither_memory_nor_log(api, caplog):
+    for k in range(60):
+        fields = {f"field\n{k}-{i}-{'x' * 1000}": 1 for i in range(20)}
+        assert api.chat(**fields).status_code == 200
+    lines = [r.getMessage() for r in caplog.records if "unknown fields" in r.getMessage()]
+    assert sum(map(len, lines)) < 20_000 and not any("\n" in line for line in lines)
+    assert "further ones" in lines[-1] and sum(line.count("field\\n") for line in lines) == 100
 
 
 def test_errors_of_the_protocol(serve, kit):

@@ -217,6 +217,62 @@ def test_fault_in_a_stream(serve, kit):
     assert response.status_code == 200 and "error" in json.loads(lines[-1][6:]) and "DONE" not in lines[-1]
 
 
+def fails_for(word: bytes, kit):
+    """Prompts with the word fail after three tokens, the others get theirs."""
+
+    def script(prompt, decode):
+        steps = kit.left_to_right([120] * decode.max_tokens)
+        return [*steps[:3], None] if word in bytes(i for i in prompt if i < 256) else steps
+
+    return script
+
+
+def test_a_row_that_failed_is_an_error_of_its_request_alone(serve, kit):
+    server = serve(fails_for(b"bad", kit), rows=3, step_seconds=0.01)
+    with ThreadPoolExecutor(3) as pool:
+        replies = [pool.submit(server.complete, text, max_tokens=20) for text in ("good", "bad", "fine")]
+        good, bad, fine = [r.result() for r in replies]
+    for reply in (good, fine):
+        assert reply.json()["choices"][0]["text"] == "x" * 20
+    error = bad.json()["error"]
+    assert bad.status_code == 500 and error["type"] == "server_error" and "non-finite" in error["message"]
+    assert server.engine.resets == 0 and not server.engine.rows and server.loop.idle
+    assert server.metric("jdllm_requests_failed_total") == 1 and reconciles(server)
+    assert server.http.get("/ready").status_code == 200
+
+
+def test_a_row_that_failed_ends_its_stream_with_an_error(serve, kit):
+    server = serve(fails_for(b"bad", kit), rows=1)
+    for path, body in (
+        ("/v1/completions", {"prompt": "bad"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "bad"}]}),
+    ):
+        with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line.startswith("data:")]
+        assert "non-finite" in json.loads(lines[-1][6:])["error"]["message"]
+    assert server.complete("good", max_tokens=4).json()["choices"][0]["text"] == "xxxx"  # in the slot they had
+    assert server.metric("jdllm_requests_failed_total") == 2 and reconciles(server)
+
+
+def test_a_failed_choice_takes_its_call_with_it(serve, kit):
+    server = serve(fails_for(b"bad", kit), rows=1)
+    assert server.complete(["good", "bad", "good"], max_tokens=8).status_code == 500
+    kit.until(lambda: quiet(server))
+    assert server.metric("jdllm_requests_failed_total") == 1 and reconciles(server)
+
+
+def test_idle_waits_for_a_job_on_its_way_to_a_slot(serve, kit):
+    server = serve(kit.says("x"))
+    seen = []
+    with server.loop._changed:  # as the engine's thread does while it moves a job
+        looking = threading.Thread(target=lambda: seen.append(server.loop.idle))
+        looking.start()
+        looking.join(0.1)
+        assert not seen
+    looking.join()
+    assert seen == [True]
+
+
 def test_fault_that_cannot_be_repaired(serve, kit):
     server = serve(kit.says("x"))
 
