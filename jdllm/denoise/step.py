@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jdllm.config import ModelConfig
-from jdllm.denoise.blocks import (
-    block_start,
-    first,
-    masked,
-    newest_block_decoded,
-)
+from jdllm.denoise.blocks import block_start, first, masked, newest_block_decoded
 from jdllm.denoise.state import REPORT_FIELDS, Rows, State
 from jdllm.denoise.unmask import accepted, candidates
 from jdllm.denoise.window import Bucket, Packing, pack, visible_end, window_attention
