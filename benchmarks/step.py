@@ -168,10 +168,10 @@ Contender = PyTorch | Jdllm
 
 def time_runs(contenders: Sequence[Contender], seconds: float, most: int) -> list[list[float]]:
     """Wall times of whole runs, one list per contender. They take turns, each first as often as the others; as many
-    rounds as fit into ``seconds``, at least 3 (unless ``most`` is less), at most ``most``."""
+    rounds as fit into ``seconds``, at least 2 (unless ``most`` is less), at most ``most``."""
     times: list[list[float]] = [[] for _ in contenders]
     order, until = list(range(len(contenders))), time.perf_counter() + seconds
-    while (rounds := len(times[0])) < most and (rounds < 3 or time.perf_counter() < until):
+    while (rounds := len(times[0])) < most and (rounds < 2 or time.perf_counter() < until):
         for i in order:
             contenders[i].prepare()
             time.sleep(SETTLE_SECONDS)
@@ -192,6 +192,16 @@ def check_equal(contender: Contender, work: Work, where: str) -> None:
         raise SystemExit(f"{where}: forward passes differ: {nfe} and {work.nfe}")
     if isinstance(contender, Jdllm) and contender.needed() != work.needed:
         raise SystemExit(f"{where}: needed positions differ: {contender.needed()} and {work.needed}")
+
+
+LONGEST_PROFILE = 15.0
+"""Seconds of a run above which PyTorch is not profiled: its profiler then takes minutes for millions of operators."""
+
+
+def _device_share(contender: Contender, seconds: float) -> float | None:
+    if isinstance(contender, PyTorch) and seconds > LONGEST_PROFILE:
+        return None
+    return min(1.0, contender.busy_seconds() / seconds)
 
 
 def measure(case: Case, batch: int, peak: float, seconds: float, most: int) -> list[dict[str, Any]]:
@@ -228,7 +238,7 @@ def measure(case: Case, batch: int, peak: float, seconds: float, most: int) -> l
                 "positions_needed": work.needed,
                 "tokens": work.tokens,
                 "tokens_per_second": work.tokens / median,
-                "device_share": min(1.0, contender.busy_seconds() / median),
+                "device_share": _device_share(contender, median),
                 "gflops_per_second": work.flops / median / 1e9,
                 "share_of_matrix_peak": work.flops / median / peak,
             }
