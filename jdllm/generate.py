@@ -71,8 +71,6 @@ def read_lines(
             _read_line(line, data, model, words, defaults)
         except RequestError as error:
             line.fail(str(error))
-        except OverflowError:  # a whole number where a float is compared with its limits
-            line.fail("a number is too large")
         lines.append(line)
     return lines
 
