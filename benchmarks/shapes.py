@@ -51,7 +51,7 @@ PLATFORMS = ("cuda", "tpu")
 def step_costs(model: ModelConfig, rows: int, canvas: int) -> dict[str, Any]:
     """Everything about one step of ``rows`` rows on canvases of ``canvas`` positions."""
     window = min(BLOCK_SIZE * BLOCKS_IN_FLIGHT, canvas)
-    bucket = Bucket(rows=rows, window=window, packed=rows * window)
+    bucket = Bucket(rows=rows, packed=rows * window)
     one, two = (_compiled_costs(dataclasses.replace(model, n_layers=n), bucket, canvas) for n in (1, 2))
     if two["temporary"] > 1.05 * one["temporary"]:
         raise SystemExit(f"temporary memory grows with the layers: {one['temporary']} and {two['temporary']} bytes")

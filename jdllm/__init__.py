@@ -2,8 +2,8 @@
 
 Shape letters, used in einsum strings, docstrings and trailing comments everywhere:
 
-    B  batch rows (slots)        S  canvas positions of a row     N  positions packed into one step
-    R  rows a step looks at      T  window positions of a row     M  masked positions packed for the head
+    B  batch rows (slots)        S  canvas positions of a row      N  positions packed into one step
+    R  rows a step looks at      T  queries of an attention tile   M  masked positions packed for the head
     Q  query heads               K  key/value heads               H  head size
     D  model width               F  feed-forward width            V  vocabulary            L  layers
 

@@ -9,18 +9,16 @@ from jdllm.denoise.window import Bucket
 
 
 def make_buckets(config: EngineConfig) -> list[Bucket]:
-    """The sizes to compile, few since each costs seconds: rows in powers of 16; narrow windows with packed positions
-    two to the octave, since most steps are narrow and padding there is waste; wide windows (prompts) in octaves."""
+    """The sizes to compile, few since each costs seconds: rows in powers of 16; packed positions two to the octave
+    while they are few, since most steps are narrow and padding there is waste, and in octaves above (prompts)."""
     B, S = config.max_rows, config.max_length
     most = min(B * S, max(config.max_packed, S))
     buckets = set()
     for rows in _powers(16, 1, B):
         largest = min(rows * S, most)
-        for packed in _half_octaves(max(8, 2 * rows), min(largest, 32 * rows if rows > 1 else 64)):
-            window = _power_of_two(max(32, 3 * packed // rows))
-            buckets.add(Bucket(rows, min(S, packed, window), packed, config.steps_per_dispatch))
-        for packed in _powers(2, 64, largest):
-            buckets.add(Bucket(rows, min(S, packed), packed, config.steps_per_dispatch))
+        narrow = min(largest, 32 * rows if rows > 1 else 64)
+        for packed in (*_half_octaves(max(8, 2 * rows), narrow), *_powers(2, narrow, largest)):
+            buckets.add(Bucket(rows, packed, config.steps_per_dispatch))
     return sorted(buckets)
 
 
@@ -33,9 +31,9 @@ def choose_bucket(buckets: Sequence[Bucket], widths: np.ndarray) -> Bucket | Non
     """
     if not widths.any():
         return None
-    rows, window, packed = int(np.flatnonzero(widths)[-1]) + 1, int(widths.max()), int(widths.sum())
-    fits = [b for b in buckets if b.rows >= rows and b.window >= window and b.packed >= packed]
-    return min(fits, key=lambda b: (b.packed, b.rows * b.window)) if fits else buckets[-1]
+    rows, packed = int(np.flatnonzero(widths)[-1]) + 1, int(widths.sum())
+    fits = [b for b in buckets if b.rows >= rows and b.packed >= packed]
+    return min(fits, key=lambda b: (b.packed, b.rows)) if fits else buckets[-1]
 
 
 def _powers(base: int, low: int, high: int) -> list[int]:
@@ -51,7 +49,3 @@ def _half_octaves(low: int, high: int) -> list[int]:
     """low, about 1.4 low, 2 low, ... up to high, in multiples of eight."""
     between = [-(-octave * 11 // 8 // 8) * 8 for octave in _powers(2, low, high)]
     return sorted({size for size in (*_powers(2, low, high), *between) if size <= high})
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -156,7 +156,7 @@ class Engine:
                 bucket, self._steps[bucket] = future.result()
                 self.counters.compiles += 1
                 if progress:
-                    text = f"{bucket.rows} rows, window {bucket.window}, {bucket.packed} positions"
+                    text = f"{bucket.rows} rows, {bucket.packed} positions"
                     progress(done, len(self.buckets), text)
 
     def check(self, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:

@@ -27,7 +27,7 @@ def params(tiny):
 @pytest.fixture(scope="session")
 def compiled(tiny, params):
     engine = Engine(params, tiny, EngineConfig(max_rows=ROWS, max_length=LENGTH))
-    engine.buckets = [Bucket(1, LENGTH, LENGTH), Bucket(ROWS, LENGTH, ROWS * LENGTH)]
+    engine.buckets = [Bucket(1, LENGTH), Bucket(ROWS, ROWS * LENGTH)]
     seen = []
     engine.compile(lambda done, total, text: seen.append((done, total)))
     assert seen == [(1, 2), (2, 2)]
@@ -293,7 +293,7 @@ def state_bytes(engine: Engine) -> int:
 
 def test_state_is_donated_and_temporary_memory_is_far_below_it(tiny):
     """The caches are updated in place: aliased bytes are the state's; temporaries do not grow with layers."""
-    bucket = Bucket(4, 16, 64)
+    bucket = Bucket(4, 64)
     shallow, deep = deep_engine(tiny, 4, bucket), deep_engine(tiny, 24, bucket)
     (aliased, temporary), (_, at_four) = deep.memory(bucket), shallow.memory(bucket)
     assert aliased == state_bytes(deep)
@@ -301,15 +301,15 @@ def test_state_is_donated_and_temporary_memory_is_far_below_it(tiny):
     assert temporary < 1.1 * at_four
 
 
-def test_the_widest_bucket_attends_a_few_rows_at_a_time(tiny, monkeypatch):
-    """Its scores are bounded, and its tokens are those of all rows at once."""
-    bucket = Bucket(4, 1024, 1024)
+def test_the_widest_bucket_attends_a_few_tiles_at_a_time(tiny, monkeypatch):
+    """Its scores are bounded, and its tokens are those of all tiles at once."""
+    bucket = Bucket(4, 1024)
     at_once = deep_engine(tiny, 2, bucket)
-    monkeypatch.setattr("jdllm.denoise.window.MOST_SCORES", 1024 * 1024 * tiny.n_heads)
+    monkeypatch.setattr("jdllm.denoise.window.MOST_SCORES", bucket.tile * 1024 * tiny.n_heads)
     one_by_one = deep_engine(tiny, 2, bucket)
-    scores = 4 * 1024 * 1024 * tiny.n_heads
-    assert one_by_one.memory(bucket)[1] < at_once.memory(bucket)[1] - 2 * scores
-    asked = requests(3, seed=4)
+    scores = 4 * bucket.rows * bucket.tile * 1024 * tiny.n_heads
+    assert one_by_one.memory(bucket)[1] < at_once.memory(bucket)[1] - scores // 2
+    asked = [*requests(3, seed=4), ([5, 6, 7] * 200, DecodeConfig(max_tokens=40))]
     assert serve(one_by_one, asked) == serve(at_once, asked)
 
 
@@ -365,7 +365,7 @@ def test_any_temperature_ends(engine, temperature):
 def test_where_rows_do_not_all_fit_the_oldest_goes_first(tiny, params):
     """Low slots are refilled all the time; the row in the high slot is not starved."""
     engine = Engine(params, tiny, EngineConfig(max_rows=2, max_length=LENGTH, max_packed=32))
-    engine.buckets = [Bucket(2, LENGTH, LENGTH)]
+    engine.buckets = [Bucket(2, LENGTH)]
     engine.compile()
     wide = ([3] * 60, DecodeConfig(max_tokens=32, block_size=32, skip_threshold=1.0, stop_ids=()))
     engine.insert(0, "young-0", *wide)
@@ -406,7 +406,7 @@ def test_buckets_cover_every_batch_that_fits(rows, length):
     """The widest bucket takes one full canvas; narrow batches never get a wide program; few programs in all."""
     buckets = make_buckets(EngineConfig(max_rows=rows, max_length=length))
     assert len(buckets) <= 60
-    assert all(b.window <= length and b.packed <= rows * length for b in buckets)
+    assert all(b.packed <= rows * length for b in buckets)
     random = np.random.default_rng(0)
     for _ in range(200):
         widths = random.integers(0, random.choice([9, 40, length + 1]), rows)
@@ -414,7 +414,6 @@ def test_buckets_cover_every_batch_that_fits(rows, length):
         if not widths.any():
             assert bucket is None
         else:
-            assert bucket.window >= widths.max() or widths.sum() > max(b.packed for b in buckets)
             assert bucket.packed >= min(widths.sum(), max(b.packed for b in buckets))
             if widths.max() <= 16 and widths.sum() <= 16 * rows:
                 assert bucket.packed <= max(32, 1.6 * widths.sum() + 8, 2 * rows)

@@ -10,10 +10,10 @@ from jax import Array
 from jdllm.denoise.state import Rows
 
 
-def block_end(rows: Rows, position: Array) -> Array:
-    """End (exclusive) of the block of each position [R, X]; the prompt is block 0."""
-    size = jnp.maximum(rows.block_size, 1)[:, None]
-    after = position - rows.prompt_length[:, None]
+def block_end(rows: Rows, row: Array, position: Array) -> Array:
+    """End (exclusive) of the block of each ``position`` [N] of each ``row`` [N]; the prompt is block 0."""
+    size = jnp.maximum(rows.block_size, 1)[row]
+    after = position - rows.prompt_length[row]
     return position + jnp.where(after < 0, -after, size - after % size)
 
 

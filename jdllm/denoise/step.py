@@ -14,7 +14,7 @@ from jdllm.config import ModelConfig
 from jdllm.denoise.blocks import block_start, first, masked, newest_block_decoded
 from jdllm.denoise.state import REPORT_FIELDS, Rows, State
 from jdllm.denoise.unmask import accepted, candidates
-from jdllm.denoise.window import Bucket, Packing, pack, visible_end, window_attention
+from jdllm.denoise.window import Bucket, Packing, pack, window_attention
 from jdllm.models import llada
 from jdllm.models.layers import rope_tables
 
@@ -59,7 +59,7 @@ def _step(
 ) -> tuple[dict[str, Array], Text, Array, tuple[Array, ...], tuple[Array, ...], Array]:
     rows, tokens = _part(state.rows, bucket.rows), state.tokens[: bucket.rows]
     packing = pack(rows, bucket, tokens.shape[1])
-    hidden, keys, values = _forward(params, state, rows, tokens, packing, model, bucket)
+    hidden, keys, values = _forward(params, state, tokens, packing, model)
     tokens_before, tokens = tokens, _unmask(params, rows, tokens, packing, hidden, model)
     progress, text = _advance(rows, tokens_before, tokens, packing.width > 0, model)
     return progress, text, tokens, keys, values, packing.width
@@ -68,18 +68,14 @@ def _step(
 def _forward(
     params: llada.Params,
     state: State,
-    rows: Rows,
     tokens: Array,
     packing: Packing,
     model: ModelConfig,
-    bucket: Bucket,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     """Run the windows through the layers: [N, D] before the final norm, and the caches with the windows' keys and
     values written. A block's entries are overwritten by every pass until the pass after its last mask is filled."""
-    R = bucket.rows
-    end = visible_end(rows, bucket.window)
+    R = tokens.shape[0]
     rope = rope_tables(packing.position, model.head_dim, model.rope_theta)
-    window_index = jnp.clip(packing.position - rows.cached[packing.row], 0, bucket.window - 1)
     keys, values = list(state.keys), list(state.values)
     x = llada.embed(params, model, tokens[packing.row, packing.position])
     for i, p in enumerate(llada.layer_params(params, model)):
@@ -87,8 +83,7 @@ def _forward(
         def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
             keys[i] = packing.write_cache(keys[i], k)
             values[i] = packing.write_cache(values[i], v)
-            out = window_attention(q[packing.to_window], keys[i][:R], values[i][:R], end)
-            return out[packing.row, window_index]
+            return window_attention(q, keys[i][:R], values[i][:R], packing)
 
         x = llada.layer(p, model, x, rope, attend)
     return x, tuple(keys), tuple(values)

@@ -1,10 +1,11 @@
 """Which positions a step computes: each row's window, laid end to end on one packed axis.
 
 Rows have windows of very different widths (a prompt beside a block of four), so the dense layers run on packed
-positions and only attention sees one row beside the other.
+positions and only attention sees one row beside the other: in tiles of a few queries of one row each.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jdllm.denoise.blocks import block_end
 from jdllm.denoise.state import Rows
 from jdllm.models.layers import attention
 
+NARROWEST_TILE = 16
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
@@ -21,37 +24,56 @@ class Bucket:
 
     Attributes:
         rows: slots [0, rows) take part (R).
-        window: widest window of a row (T).
         packed: positions of all windows together (N).
         steps: denoising steps a call.
 
-    A row whose window is wider than T, or that finds the N positions taken by older rows, waits: a bucket too small
-    costs time and never changes a token.
+    A row that finds the N positions taken by older rows waits: a bucket too small costs time and never changes a token.
     """
 
     rows: int
-    window: int
     packed: int
     steps: int = 1
+
+    @property
+    def tile(self) -> int:
+        """Queries that attention takes at a time (T): the mean window, rounded up to a power of two."""
+        mean = -(-self.packed // self.rows)
+        return min(self.packed, max(NARROWEST_TILE, 1 << (mean - 1).bit_length()))
+
+    @property
+    def further_tiles(self) -> int:
+        """The most tiles that windows can have beyond one each (G)."""
+        return self.packed // self.tile if self.rows > 1 else 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where each packed position comes from.
+    """Where each packed position comes from, and how windows are cut into tiles.
+
+    Tile r < R is the first of row r; the further tiles of all rows follow, G at most. What lies past a window's
+    end, in a tile or on the packed axis, repeats a valid place and is read by nobody.
 
     Attributes:
         width: int32 [R], window positions of each row in this step, 0 if it does not take part.
-        row, position: int32 [N]; past the last one they repeat a valid place.
+        row, position: int32 [N].
         valid: bool [N].
-        to_window: int32 [R, T], packed index of each window position (any valid one past the width).
+        tile_row: int32 [G], the row of each further tile.
+        tile_query: int32 [R + G, T], packed index of the queries of each tile.
+        tile_end: int32 [R + G, T], what each query sees (``visible_end``).
+        further_tiles: int32 [], how many there are.
+        place: int32 [N], where in the tiles each packed position lies: tile * T + query.
     """
 
     width: Array
     row: Array
     position: Array
     valid: Array
-    to_window: Array
+    tile_row: Array
+    tile_query: Array
+    tile_end: Array
+    further_tiles: Array
+    place: Array
 
     def write_cache(self, cache: Array, packed: Array) -> Array:
         """``cache`` [B, K, S, H] with every window position replaced from ``packed`` [N, K, H]; positions of the packed
@@ -66,62 +88,107 @@ class Packing:
 
 
 def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
-    """Lay the windows of ``rows`` (leading axis R) on an axis of ``bucket.packed`` positions.
+    """Lay the windows of ``rows`` (leading axis R) on an axis of ``bucket.packed`` positions, and cut them into tiles.
 
     Args:
         canvas: S.
     """
-    N = bucket.packed
+    N, T = bucket.packed, bucket.tile
     width = jnp.where(rows.live, rows.length - rows.cached, 0)
-    width = jnp.where(width <= bucket.window, width, 0)
     older = rows.arrival[None, :] <= rows.arrival[:, None]
     width = jnp.where(jnp.sum(jnp.where(older, width[None, :], 0), axis=1) <= N, width, 0)
     end = running_sum(width)
     start = end - width
     index = jnp.arange(N, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(index[:, None] >= end[None, :], axis=1, dtype=jnp.int32), bucket.rows - 1)
+    row = _owner(end, index)
+    offset = index - start[row]
+    position = jnp.clip(rows.cached[row] + offset, 0, canvas - 1)
+
+    further = jnp.maximum(-(-width // T) - 1, 0)
+    further_end = running_sum(further)
+    further_start = further_end - further
+    tile = jnp.arange(bucket.further_tiles, dtype=jnp.int32)
+    tile_row = _owner(further_end, tile)
+    first_query = jnp.concatenate([start, start[tile_row] + (1 + tile - further_start[tile_row]) * T])
+    tile_query = jnp.clip(first_query[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :], 0, N - 1)
+    number = offset // T  # of the tile in its row
+    slot = jnp.where(number > 0, bucket.rows + further_start[row] + number - 1, row)
     return Packing(
         width=width,
         row=row,
-        position=jnp.clip(rows.cached[row] + index - start[row], 0, canvas - 1),
+        position=position,
         valid=index < end[-1],
-        to_window=jnp.clip(start[:, None] + jnp.arange(bucket.window, dtype=jnp.int32)[None, :], 0, N - 1),
+        tile_row=tile_row,
+        tile_query=tile_query,
+        tile_end=visible_end(rows, row, position)[tile_query],
+        further_tiles=further_end[-1],
+        place=jnp.clip(slot * T + offset % T, 0, (bucket.rows + bucket.further_tiles) * T - 1),
     )
 
 
-def visible_end(rows: Rows, window: int) -> Array:
-    """The block-causal mask as one number a window position, int32 [R, T]: it sees the canvas positions below its end,
-    which are those of its own block and of the blocks before it; the prompt is block 0 (semantics section 2). Positions
-    past ``length`` are seen by nobody."""
-    query = rows.cached[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
-    return jnp.minimum(block_end(rows, query), rows.length[:, None])
+def _owner(end: Array, index: Array) -> Array:
+    """int32 [n]: the row whose share of an axis, up to ``end`` [R], holds each ``index`` [n]; the last past all."""
+    return jnp.minimum(jnp.sum(index[:, None] >= end[None, :], axis=1, dtype=jnp.int32), end.shape[0] - 1)
+
+
+def visible_end(rows: Rows, row: Array, position: Array) -> Array:
+    """The block-causal mask as one number a position, int32 [N]: it sees the canvas positions below its end, which are
+    those of its own block and of the blocks before it; the prompt is block 0 (semantics section 2). Positions past
+    ``length`` are seen by nobody.
+
+    Args:
+        row, position: int32 [N].
+    """
+    return jnp.minimum(block_end(rows, row, position), rows.length[row])
 
 
 MOST_SCORES = 1 << 26
 """Attention scores (float32 numbers) held at once: 256 MB."""
 
 
-def window_attention(q: Array, k: Array, v: Array, end: Array) -> Array:
-    """``attention`` of windows over their canvases, as many rows at once as MOST_SCORES allows (at least one): the
-    scores of all rows of a wide bucket would be several times the state.
+def window_attention(q: Array, k: Array, v: Array, packing: Packing) -> Array:
+    """``attention`` of windows over their canvases.
+
+    The first tile of every row meets its keys where they lie. The further tiles of wide windows, which are few, go
+    through a loop, each with a copy of its row's keys. Either way as many tiles at once as MOST_SCORES allows (at least
+    one): all scores of a wide bucket would be several times the state.
 
     Args:
-        q: [R, T, Q, H]; k, v: [R, K, S, H]; end: from ``visible_end``.
+        q: [N, Q, H]; k, v: [R, K, S, H].
 
     Returns:
-        [R, T, Q, H].
+        [N, Q, H].
     """
-    R, T, heads, _ = q.shape
-    S = k.shape[2]
-
-    def rows(q: Array, k: Array, v: Array, end: Array) -> Array:
-        return attention(q, k, v, jnp.arange(S, dtype=jnp.int32) < end[:, :, None])
-
+    (_, heads, size), (R, _, S, _) = q.shape, k.shape
+    tiles, T = packing.tile_query.shape
     at_once = max(1, MOST_SCORES // (T * S * heads))
-    if at_once >= R:
-        return rows(q, k, v, end)
-    one = lambda row: rows(*(x[None] for x in row))[0]
-    return jax.lax.map(one, (q, k, v, end), batch_size=at_once)
+
+    def tile(query: Array, end: Array, k: Array, v: Array) -> Array:
+        return attention(q[query], k, v, jnp.arange(S, dtype=jnp.int32) < end[:, :, None])
+
+    out = _map_tiles(tile, (packing.tile_query[:R], packing.tile_end[:R], k, v), at_once)
+    if tiles > R:
+        G = min(at_once, max(1, R // 4), tiles - R)
+
+        def some(i: Array, out: Array) -> Array:
+            # The last group starts early enough to fit: it then repeats tiles, which changes nothing.
+            first = jnp.minimum(i * G, tiles - R - G)
+            part = partial(jax.lax.dynamic_slice_in_dim, slice_size=G)
+            row = part(packing.tile_row, first)
+            query, end = part(packing.tile_query, R + first), part(packing.tile_end, R + first)
+            return jax.lax.dynamic_update_slice_in_dim(out, tile(query, end, k[row], v[row]), R + first, 0)
+
+        out = jnp.concatenate([out, jnp.zeros((tiles - R, *out.shape[1:]), out.dtype)])
+        out = jax.lax.fori_loop(0, -(-packing.further_tiles // G), some, out)
+    return out.reshape(-1, heads, size)[packing.place]
+
+
+def _map_tiles(tile, arguments: tuple[Array, ...], at_once: int) -> Array:
+    """``tile`` on all its arguments' leading axis, at most ``at_once`` at a time."""
+    if at_once >= arguments[0].shape[0]:
+        return tile(*arguments)
+    one = lambda each: tile(*(x[None] for x in each))[0]
+    return jax.lax.map(one, arguments, batch_size=at_once)
 
 
 def running_sum(x: Array) -> Array:

@@ -62,7 +62,7 @@ def check(trace, rows) -> None:
 def test_alone(golden, model, adapter):
     """One slot, one bucket; cache lengths are read from the state between passes."""
     traces = [t for t in with_tokens(golden.d2f()) if (t.model, t.adapter) == (model, adapter)]
-    engine = engine_for(golden, model, adapter, 1, [Bucket(1, LENGTH, LENGTH)])
+    engine = engine_for(golden, model, adapter, 1, [Bucket(1, LENGTH)])
     assert traces
     for trace in traces:
         engine.insert(0, trace.name, trace.prompt, trace.decode)
@@ -115,7 +115,7 @@ def test_positions_computed_are_at_most_a_fifth_more_than_needed(golden, full_en
 
 def test_several_steps_a_dispatch(golden):
     traces = [t for t in with_tokens(golden.d2f()) if t.adapter == "llada-tiny-d2f-lora"]
-    engine = engine_for(golden, "llada-tiny", "llada-tiny-d2f-lora", 4, [Bucket(4, LENGTH, 256, steps=4)])
+    engine = engine_for(golden, "llada-tiny", "llada-tiny-d2f-lora", 4, [Bucket(4, 256, steps=4)])
     seen = serve(engine, traces, range(4))
     for trace in traces:
         assert (seen[trace.name][-1].canvas_ids, seen[trace.name][-1].nfe) == (trace.expected_ids, trace.nfe)

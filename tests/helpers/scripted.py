@@ -73,7 +73,7 @@ SCRIPT_MODEL = ModelConfig(
 def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed: int | None = None) -> ScriptedEngine:
     """An engine whose model will read Scripts of [rows, passes, length]; each shape is compiled once a session."""
     engine = ScriptedEngine(llada.init(SCRIPT_MODEL, 0), SCRIPT_MODEL, EngineConfig(max_rows=rows, max_length=length))
-    engine.buckets = [Bucket(rows, length, packed or rows * length, steps)]
+    engine.buckets = [Bucket(rows, packed or rows * length, steps)]
     blank = np.zeros((rows, passes, length))
     engine.play(Script(blank, blank))
     original, step_module._head = step_module._head, scripted_head

@@ -76,9 +76,9 @@ def test_cached_windows(golden):
             )
             rows = type(rows)(**{f.name: jnp.asarray(getattr(rows, f.name))[None] for f in dataclasses.fields(rows)})
             tokens = jnp.full((1, S), cfg.mask_id).at[0, : len(whole)].set(whole)
-            bucket = Bucket(1, S, S)
+            bucket = Bucket(1, S)
             packing = pack(rows, bucket, S)
-            hidden, keys, values = _forward(params, state, rows, tokens, packing, cfg, bucket)
+            hidden, keys, values = _forward(params, state, tokens, packing, cfg)
             state = dataclasses.replace(state, keys=keys, values=values)
             width = stage["input_end"] - stage["input_start"]
             actual = np.asarray(llada.head(params, cfg, hidden[:width]))
