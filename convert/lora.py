@@ -155,7 +155,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     if config.get("bias", "none") != "none":
         refuse("bias", "only 'none' is: trained biases of the base are not merged")
     if config.get("fan_in_fan_out"):
-        refuse("fan_in_fan_out", "LLaDA has linear layers, stored [out, in]: it must be false")
+        refuse("fan_in_fan_out", "the base has linear layers, stored [out, in]: it must be false")
     init = config.get("init_lora_weights", True)
     if init not in _HARMLESS_INITS:
         refuse("init_lora_weights", "it changes the base weights: convert the adapter to plain LoRA with PEFT first")

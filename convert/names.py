@@ -45,7 +45,23 @@ LLADA = (
 )
 """``ff_proj`` goes through SiLU (gate); ``up_proj`` is multiplied onto it."""
 
-TABLES = {"llada": LLADA}
+_LAYER = "model.layers.{i}."
+DREAM = (
+    Rule("model.embed_tokens", "embed", "V D", None, linear=False),
+    Rule(_LAYER + "input_layernorm", "layers.{i}.attn_norm", "D", "norm_bias", linear=False),
+    Rule(_LAYER + "self_attn.q_proj", "layers.{i}.q", "QH D", "qkv_bias"),
+    Rule(_LAYER + "self_attn.k_proj", "layers.{i}.k", "KH D", "qkv_bias"),
+    Rule(_LAYER + "self_attn.v_proj", "layers.{i}.v", "KH D", "qkv_bias"),
+    Rule(_LAYER + "self_attn.o_proj", "layers.{i}.attn_out", "D QH", "linear_bias"),
+    Rule(_LAYER + "post_attention_layernorm", "layers.{i}.ff_norm", "D", "norm_bias", linear=False),
+    Rule(_LAYER + "mlp.gate_proj", "layers.{i}.gate", "F D", "linear_bias"),
+    Rule(_LAYER + "mlp.up_proj", "layers.{i}.up", "F D", "linear_bias"),
+    Rule(_LAYER + "mlp.down_proj", "layers.{i}.down", "D F", "linear_bias"),
+    Rule("model.norm", "norm", "D", "norm_bias", linear=False),
+    Rule("lm_head", "head", "V D", "linear_bias"),
+)
+
+TABLES = {"dream": DREAM, "llada": LLADA}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _with_mask_id(hf: dict[str, Any], folder: Path, notes: list[str]) -> dict[st
     if configured is None and from_tokenizer is None:
         raise ConvertError(
             f"{folder / 'config.json'} has no mask_token_id and the tokenizer names no mask token: "
-            'add "mask_token_id" to config.json (126336 for LLaDA-8B)'
+            'add "mask_token_id" to config.json (126336 for LLaDA-8B, 151666 for Dream-7B)'
         )
     if configured is None:
         notes.append(f"mask_token_id {from_tokenizer} is the tokenizer's {token}; config.json has none")

@@ -1,7 +1,7 @@
-"""A LLaDA forward pass in plain PyTorch functions, from the source's own tensors: what a conversion is compared with.
+"""A forward pass in plain PyTorch functions, from the source's own tensors: what a conversion is compared with.
 
 Written for reading beside the model's definition, not for speed: whole sequences, no cache, every position sees every
-other.
+other. The names of the source are written out once more, apart from convert/names.py, so that a wrong row there shows.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,63 @@ Weights = Callable[[str], Tensor]
 Linear = Callable[[str, Tensor], Tensor]
 """(module path, input [..., in]) -> output [..., out], bias and adapter included."""
 
+MODULES = {
+    "llada": {
+        "embed": "model.transformer.wte",
+        "layer": "model.transformer.blocks.{}.",
+        "attn_norm": "attn_norm",
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "attn_out": "attn_out",
+        "ff_norm": "ff_norm",
+        "gate": "ff_proj",
+        "up": "up_proj",
+        "down": "ff_out",
+        "norm": "model.transformer.ln_f",
+        "head": "model.transformer.ff_out",
+    },
+    "dream": {
+        "embed": "model.embed_tokens",
+        "layer": "model.layers.{}.",
+        "attn_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "attn_out": "self_attn.o_proj",
+        "ff_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    },
+}
+
 
 def logits(cfg: ModelConfig, tokens: Tensor, weights: Weights, linear: Linear) -> Tensor:
     """int64 [B, S] -> float32 logits [B, S, V]."""
-    x = weights("model.transformer.wte.weight")[tokens]
+    at = MODULES[cfg.family]
+    x = weights(at["embed"] + ".weight")[tokens]
     if cfg.input_emb_norm:
         x = x * cfg.d_model**0.5
     sin, cos = _rope_tables(tokens.shape[1], cfg)
     for i in range(cfg.n_layers):
-        block = f"model.transformer.blocks.{i}."
-        h = _norm(x, block + "attn_norm", cfg, weights)
-        q = _heads(linear(block + "q_proj", h), cfg.n_heads)
-        k = _heads(linear(block + "k_proj", h), cfg.n_kv_heads)
-        v = _heads(linear(block + "v_proj", h), cfg.n_kv_heads)
+        layer = at["layer"].format(i)
+        h = _norm(x, layer + at["attn_norm"], cfg, weights)
+        q = _heads(linear(layer + at["q"], h), cfg.n_heads)
+        k = _heads(linear(layer + at["k"], h), cfg.n_kv_heads)
+        v = _heads(linear(layer + at["v"], h), cfg.n_kv_heads)
         q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
         k, v = (t.repeat_interleave(cfg.n_heads // cfg.n_kv_heads, dim=1) for t in (k, v))
         weight = torch.softmax(q @ k.transpose(-1, -2) / cfg.head_dim**0.5, dim=-1)
         attended = (weight @ v).transpose(1, 2).reshape(x.shape)
-        x = x + linear(block + "attn_out", attended)
-        h = _norm(x, block + "ff_norm", cfg, weights)
-        gated = functional.silu(linear(block + "ff_proj", h)) * linear(block + "up_proj", h)
-        x = x + linear(block + "ff_out", gated)
-    h = _norm(x, "model.transformer.ln_f", cfg, weights)
-    tied = cfg.weight_tying
-    out = h @ weights("model.transformer.wte.weight").T if tied else linear("model.transformer.ff_out", h)
+        x = x + linear(layer + at["attn_out"], attended)
+        h = _norm(x, layer + at["ff_norm"], cfg, weights)
+        gated = functional.silu(linear(layer + at["gate"], h)) * linear(layer + at["up"], h)
+        x = x + linear(layer + at["down"], gated)
+    h = _norm(x, at["norm"], cfg, weights)
+    out = h @ weights(at["embed"] + ".weight").T if cfg.weight_tying else linear(at["head"], h)
     return out / cfg.d_model**0.5 if cfg.scale_logits else out
 
 

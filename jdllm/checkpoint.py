@@ -16,12 +16,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jdllm.checkpoint_format import FORMAT_VERSION, RECORD, WEIGHTS
-from jdllm.config import ConfigError, ModelConfig
-from jdllm.models import llada
-from jdllm.models.llada import weight_shapes
+from jdllm.config import FAMILIES, ConfigError, ModelConfig
+from jdllm.models.llada import abstract_params, weight_shapes
 from jdllm.sharding import shardings
-
-FAMILIES = {"llada": llada.abstract_params}
 
 
 class CheckpointError(ValueError):
@@ -126,7 +123,7 @@ def _stored_dtype(meta: Mapping[str, Any], folder: Path) -> jnp.dtype:
 def _placed(config: ModelConfig, dtype: jnp.dtype | str, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of every weight. The sharding is always given: what Orbax would otherwise take from
     the checkpoint names the devices that saved it."""
-    abstract = FAMILIES[config.family](config, jnp.dtype(dtype))
+    abstract = abstract_params(config, jnp.dtype(dtype))
     where: Mapping[str, Sharding]
     if mesh is None:
         where = dict.fromkeys(weight_shapes(config), SingleDeviceSharding(jax.devices()[0]))

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jdllm import decoders
 from jdllm.buckets import choose_bucket, make_buckets
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig, RequestError
-from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert, row_numbers
+from jdllm.denoise.request import first_width, request
+from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
 from jdllm.models.llada import Params
@@ -38,6 +40,8 @@ class Row:
         stop: position of the first stop id inside the prefix, or -1.
         nfe: forward passes of this row so far.
         tokens: int32 [S], the canvas; masked positions hold the mask id.
+        logprobs: float32 [S], log-probability of each committed token in the pass that committed it.
+        committed: int32 [S], the pass that committed each position, from 1; 0 where none has.
     """
 
     slot: int
@@ -50,6 +54,17 @@ class Row:
     stop: int
     nfe: int
     tokens: np.ndarray
+    _call: "_Call | None" = dataclasses.field(default=None, repr=False)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        assert self._call is not None
+        return np.asarray(self._call.logprobs)[self.slot]
+
+    @property
+    def committed(self) -> np.ndarray:
+        assert self._call is not None
+        return np.asarray(self._call.committed)[self.slot]
 
     @property
     def canvas_ids(self) -> list[int]:
@@ -94,8 +109,12 @@ class Counters:
 @dataclasses.dataclass(frozen=True)
 class _Call:
     report: Array
-    bucket: Bucket
+    logprobs: Array
+    committed: Array
     handles: tuple[Hashable | None, ...]
+
+
+_SHADOW = "shadow of a guided request"
 
 
 class Engine:
@@ -130,6 +149,7 @@ class Engine:
         self.state = empty_state(self.model, B, self.config.max_length, self._dtype)
         self._handles: list[Hashable | None] = [None] * B
         self._widths = np.zeros(B, np.int64)
+        self._shadows = list(range(B))
         self._call: _Call | None = None
 
     def compile(self, progress: Callable[[int, int, str], None] | None = None) -> None:
@@ -137,12 +157,9 @@ class Engine:
         state = abstract_state(self.model, self.config.max_rows, self.config.max_length, self._dtype)
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((self.config.max_length,), jnp.int32)
-        row = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype),
-            row_numbers(1, DecodeConfig(), self.model),
-        )
-        self._insert = jax.jit(insert, donate_argnums=0).lower(state, slot, row, tokens).compile()
+        any_request = request([0], DecodeConfig(), self.model, self.config.max_length)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), any_request)
+        self._insert = jax.jit(insert, donate_argnums=0).lower(state, slot, shapes).compile()
         self._evict = jax.jit(evict, donate_argnums=0).lower(state, slot).compile()
         self.counters.compiles += 2
 
@@ -167,7 +184,7 @@ class Engine:
         ids = np.asarray(prompt_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
             raise RequestError("prompt", f"must be token ids from 0 to {vocabulary - 1}")
-        if decode.max_tokens < 1:
+        if decode.max_tokens < 1 and not (decode.infill and self.model.mask_id in ids):
             raise RequestError("max_tokens", f"{decode.max_tokens} must be at least 1")
         if len(prompt_ids) + decode.max_tokens > room:
             raise RequestError(
@@ -178,26 +195,42 @@ class Engine:
         for token in decode.stop_ids or ():
             if token >= vocabulary:
                 raise RequestError("stop_ids", f"{token} is not a token id from 0 to {vocabulary - 1}")
+        decoders.check(decode, self.model, prompt_ids, room)
+        if decoders.slots_needed(decode) > self.config.max_rows:
+            raise RequestError("cfg_scale", "guidance takes two slots, and there is one (--max-rows)")
 
-    def insert(self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
+    def insert(
+        self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
+    ) -> None:
         """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None, and no
-        other request's, earlier or later: reports name the row by it."""
+        other request's, earlier or later: reports name the row by it. A request that needs two slots (``slots_needed``)
+        takes ``shadow``, by default the lowest other free one."""
         self.check(prompt_ids, decode)
-        if self._handles[slot] is not None:
-            raise ValueError(f"slot {slot} is taken by {self._handles[slot]!r}")
-        tokens = np.full(self.config.max_length, self.model.mask_id, np.int32)
-        tokens[: len(prompt_ids)] = prompt_ids
-        row = row_numbers(len(prompt_ids), decode, self.model, self._inserted)
+        if decoders.slots_needed(decode) == 1:
+            shadow = slot
+        elif shadow is None:
+            shadow = next((other for other in self.free_slots if other != slot), None)
+            if shadow is None:
+                raise ValueError("guidance takes two slots, and one is free")
+        for place in dict.fromkeys((slot, shadow)):
+            if self._handles[place] is not None:
+                raise ValueError(f"slot {place} is taken by {self._handles[place]!r}")
+        canvas = self.config.max_length
+        for place in dict.fromkeys((slot, shadow)):
+            asked = request(prompt_ids, decode, self.model, canvas, arrival=self._inserted, owner=slot, shadow=shadow)
+            self.state = self._insert(self.state, np.int32(place), asked)
+            self._handles[place] = handle if place == slot else _SHADOW
+            self._widths[place] = first_width(asked)
+        self._shadows[slot] = shadow
         self._inserted += 1
-        self.state = self._insert(self.state, np.int32(slot), row, tokens)
-        self._handles[slot] = handle
-        self._widths[slot] = row.length
 
     def evict(self, slot: int) -> None:
         """Free a slot, finished or not. Its rows no longer appear in reports."""
-        self.state = self._evict(self.state, np.int32(slot))
-        self._handles[slot] = None
-        self._widths[slot] = 0
+        for place in dict.fromkeys((slot, self._shadows[slot])):
+            self.state = self._evict(self.state, np.int32(place))
+            self._handles[place] = None
+            self._widths[place] = 0
+        self._shadows[slot] = slot
 
     def memory(self, bucket: Bucket) -> tuple[int, int]:
         """Bytes that the program of a bucket updates in place (donated), and bytes of its temporaries."""
@@ -216,9 +249,9 @@ class Engine:
         rows = self._read()
         bucket = choose_bucket(self.buckets, self._widths)
         if bucket is not None:
-            self.state, report = self._steps[bucket](self.params, self.state)
+            self.state, (report, logprobs, committed) = self._steps[bucket](self.params, self.state)
             report.copy_to_host_async()
-            self._call = _Call(report, bucket, tuple(self._handles))
+            self._call = _Call(report, logprobs, committed, tuple(self._handles))
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps
@@ -234,10 +267,10 @@ class Engine:
             report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
             self.counters.needed += report.pop("computed")
             handle = call.handles[slot]
-            if handle is None or handle is not self._handles[slot]:
+            if handle is None or handle is _SHADOW or handle is not self._handles[slot]:
                 continue
-            self._widths[slot] = report.pop("width")
+            self._widths[[slot, self._shadows[slot]]] = report.pop("width")
             tokens = numbers[len(REPORT_FIELDS) :]
             flags = {name: bool(report.pop(name)) for name in ("live", "failed")}
-            rows.append(Row(slot=slot, handle=handle, tokens=tokens, **flags, **report))
+            rows.append(Row(slot=slot, handle=handle, tokens=tokens, _call=call, **flags, **report))
         return rows

@@ -7,6 +7,7 @@ the engine's slots. A bad line is reported with its number and the others still 
 
 import argparse
 import codecs
+import collections
 import contextlib
 import dataclasses
 import json
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from jdllm import runtime, tokenizer
 from jdllm.config import ConfigError, DecodeConfig, ModelConfig, RequestError
+from jdllm.decoders import canvas_needed, decode_config, slots_needed
 from jdllm.runtime import NOT_FINITE, UsageError
 from jdllm.tokenizer import Tokenizer
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from jdllm.engine import Engine, Row
 
 PROMPT_FIELDS = ("prompt", "prompt_ids", "messages")
-DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name != "stop_ids")
+DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in ("stop_ids", "eot_id"))
 MULTIPLE = 64
 """Canvas lengths are multiples of it."""
 
@@ -83,7 +85,7 @@ def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | N
     given = [name for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1:
         raise RequestError("prompt", f"give exactly one of {', '.join(PROMPT_FIELDS)}")
-    settings = {**defaults, **{name: fields[name] for name in DECODE_FIELDS if name in fields}}
+    settings = {name: fields[name] for name in DECODE_FIELDS if name in fields}
     line.prompt_ids = _prompt_ids(given[0], fields[given[0]], model, words)
     length = len(line.prompt_ids)
     room = model.max_sequence_length - length
@@ -93,7 +95,9 @@ def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | N
                 given[0], f"has {length} tokens, which leaves no room for an answer in the model's {room + length}"
             )
         settings["max_tokens"] = min(runtime.default_max_tokens(defaults), room)
-    line.decode = DecodeConfig(**settings)
+    line.decode = decode_config(settings, model.family, defaults)
+    if words is not None:
+        line.decode = dataclasses.replace(line.decode, eot_id=words.eot_id)
     if line.decode.max_tokens > room:
         raise RequestError(
             "max_tokens",
@@ -103,7 +107,7 @@ def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | N
     # Raw prompts, and chats that ask for the reference's behaviour, end at the model's end of text alone.
     if given[0] == "messages" and words is not None and line.decode.early_stop:
         line.decode = dataclasses.replace(line.decode, stop_ids=words.stop_ids)
-    if line.decode.max_tokens == 0:
+    if line.decode.max_tokens == 0 and not line.decode.infill:
         line.result = _result(line, [], [], 0, "length", words)
 
 
@@ -149,27 +153,27 @@ def _prompt_ids(kind: str, value: Any, model: ModelConfig, words: Tokenizer | No
 
 def run_lines(engine: "Engine", max_rows: int, lines: Sequence[Line], words: Tokenizer | None) -> Iterator[Line]:
     """Decode every line that has no result yet; yields each as it ends."""
-    waiting = iter([line for line in lines if line.result is None])
-    free = list(range(max_rows))
-    running = 0
+    waiting = collections.deque(line for line in lines if line.result is None)
+    free, taken = list(range(max_rows)), {}
     while True:
-        while free and (line := next(waiting, None)) is not None:
+        while waiting and len(free) >= min(slots_needed(waiting[0].decode), max_rows):
+            line = waiting.popleft()
+            slots = free[: slots_needed(line.decode)]
             try:
-                engine.insert(free[0], line, line.prompt_ids, line.decode)
+                engine.insert(slots[0], line, line.prompt_ids, line.decode, slots[-1])
             except RequestError as error:
                 line.fail(str(error))
                 yield line
                 continue
-            free.pop(0)
-            running += 1
-        if not running:
+            taken[slots[0]] = slots
+            free = free[len(slots) :]
+        if not taken:
             return
         for row in engine.step():
             if not row.live:
                 yield _finished(row, words)
                 engine.evict(row.slot)
-                free = sorted([*free, row.slot])
-                running -= 1
+                free = sorted([*free, *taken.pop(row.slot)])
 
 
 def _finished(row: "Row", words: Tokenizer | None) -> Line:
@@ -179,6 +183,9 @@ def _finished(row: "Row", words: Tokenizer | None) -> Line:
         line.fail(NOT_FINITE)
         return line
     line.result = _result(line, row.ids, row.canvas_ids, row.nfe, row.finish_reason or "length", words)
+    if line.decode.infill:
+        filled = row.tokens[: row.prompt_length].tolist()
+        line.result |= {"prompt_ids": filled, "prompt_text": None if words is None else words.decode(filled)}
     return line
 
 
@@ -191,7 +198,7 @@ def _result(
 
 def canvas_length(lines: Sequence[Line], model: ModelConfig) -> int:
     """The canvas that the longest line needs: a multiple of MULTIPLE, at most the model's length."""
-    longest = max(len(line.prompt_ids) + line.decode.max_tokens for line in lines)
+    longest = max(canvas_needed(len(line.prompt_ids), line.decode) for line in lines)
     return min(-(-longest // MULTIPLE) * MULTIPLE, model.max_sequence_length)
 
 
@@ -236,7 +243,7 @@ def _generate(args: argparse.Namespace, folder: Path, source: BinaryIO, sink: Te
         sink.truncate(0)
     good = [line for line in lines if line.result is None]
     if good:
-        rows = min(args.max_rows, len(good))
+        rows = min(args.max_rows, sum(slots_needed(line.decode) for line in good))
         config = EngineConfig(rows, canvas_length(good, loaded.config), args.steps_per_dispatch)
         engine = Engine(loaded.params, loaded.config, config)
         engine.compile(lambda done, total, text: _progress(f"compiled {done} of {total}: {text}"))

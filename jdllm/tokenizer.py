@@ -19,7 +19,9 @@ from typing import Any
 
 from jdllm.config import ConfigError, ModelConfig, RequestError
 
-END_OF_TURN = "<|eot_id|>"
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>")
+"""LLaDA's and Dream's."""
+
 ROLES = ("system", "user", "assistant", "developer")
 
 
@@ -27,21 +29,19 @@ class Tokenizer:
     """The tokenizer of one checkpoint folder. Encoding is not thread-safe; detokenizers are independent of it.
 
     Args:
-        folder: holds ``tokenizer.json`` and, beside it, whatever transformers writes. Nothing is fetched, no code of
-            the folder is run.
+        folder: holds ``tokenizer.json``, or Dream's ``vocab.json`` and ``merges.txt``, and, beside it, whatever
+            transformers writes. Nothing is fetched, no code of the folder is run.
         model: its special ids win; a contradiction is an error.
         chat_template: Jinja text that replaces the folder's.
 
     Attributes:
         warnings: what a user should know about this folder, one line each.
         stop_ids: ids that end an answer: the model's end of text, and the end of turn if there is one.
+        eot_id: the end of turn, or None.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, chat_template: str | None = None):
-        # Slow to import, and not needed by those who work with ids alone.
-        from transformers import PreTrainedTokenizerFast
-
-        self._hf = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        self._hf = _open(folder)
         if chat_template is not None:
             self._hf.chat_template = chat_template
         if not _is_byte_level(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder")):
@@ -52,14 +52,16 @@ class Tokenizer:
             )
         self._model = model
         added = self._hf.added_tokens_decoder
-        specials = {i for i, token in added.items() if token.special} | set(self._hf.all_special_ids)
-        self._special_text = _alternatives(str(added[i].content) for i in specials if i in added)
-        self._pieces = _pieces(self._hf.get_vocab(), specials, model.vocab_size)
-        self._longest = max(len(text.encode()) for text in self._hf.get_vocab())
-        eot = self._hf.get_vocab().get(END_OF_TURN)
-        self.stop_ids: tuple[int, ...] = (model.eos_id,)
-        if eot is not None and eot != model.eos_id and eot < model.vocab_size:
-            self.stop_ids += (eot,)
+        vocab = self._hf.get_vocab()
+        turns = (vocab.get(text, model.eos_id) for text in END_OF_TURN)
+        self.stop_ids = (model.eos_id, *(i for i in turns if i != model.eos_id and i < model.vocab_size))
+        self.eot_id = self.stop_ids[1] if len(self.stop_ids) > 1 else None
+        roles, special = set(self._hf.all_special_ids), {i for i, token in added.items() if token.special}
+        self._special_text = _alternatives(str(added[i].content) for i in special | roles if i in added)
+        # Dream's own code prints added tokens that have no role, such as <|vision_pad|>; so does an answer here.
+        unprinted = roles | (special if _has_whole(folder) else set(self.stop_ids))
+        self._pieces = _pieces(vocab, unprinted, model.vocab_size)
+        self._longest = max(len(text.encode()) for text in vocab)
         self.warnings = self._find_warnings()
 
     @property
@@ -191,9 +193,8 @@ def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
 
 def load(folder: Path, model: ModelConfig, chat_template: str | None = None) -> Tokenizer | None:
     """The folder's tokenizer, or None where it has none."""
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    return Tokenizer(folder, model, chat_template)
+    parts = model.family == "dream" and all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
+    return Tokenizer(folder, model, chat_template) if parts or _has_whole(folder) else None
 
 
 def check_messages(messages: Any, field: str = "messages") -> list[dict[str, str]]:
@@ -234,6 +235,22 @@ def _encodable(text: str, field: str) -> str:
     except UnicodeEncodeError:
         raise RequestError(field, "has half of a surrogate pair, which is not a character") from None
     return text
+
+
+def _has_whole(folder: Path) -> bool:
+    """The tokenizer in one file, as fast tokenizers are saved. Dream's is written in Python, and has none."""
+    return (folder / "tokenizer.json").is_file()
+
+
+def _open(folder: Path) -> Any:
+    # Slow to import, and not needed by those who work with ids alone.
+    import transformers
+
+    kind = transformers.PreTrainedTokenizerFast
+    if not _has_whole(folder):
+        # Dream's code is Qwen2's tokenizer under another name. (transformers 5 makes the class an alias at run time.)
+        kind = transformers.Qwen2TokenizerFast  # type: ignore[attr-defined]
+    return kind.from_pretrained(str(folder), local_files_only=True)
 
 
 def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:

@@ -175,7 +175,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     jobs = []
     for ids in encoded:
         max_tokens = _room(len(check_prompt(ids, model.config, field)), asked, limit_name, field, model)
-        settings = request.decode(model.defaults, max_tokens, words.stop_ids, seed)
+        settings = request.decode(model.config.family, model.defaults, max_tokens, words, seed)
         for i in range(n):
             decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
             jobs.append(Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream)))

@@ -21,6 +21,7 @@ class Job:
         nfe: forward passes so far.
         arrived, started: by time.monotonic; when it was made, and when it got its slot.
         read: tokens of the row that the answer has.
+        slots: those that it holds; its row is in the first.
     """
 
     prompt_ids: Sequence[int]
@@ -35,6 +36,7 @@ class Job:
     started: float = 0.0
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     read: int = 0
+    slots: Sequence[int] = ()
 
     @property
     def done(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jdllm.config import RequestError
+from jdllm.decoders import slots_needed
 from jdllm.runtime import NOT_FINITE
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
 from jdllm.serving.job import Job
@@ -73,9 +74,10 @@ class EngineLoop:
 
     @property
     def not_ready(self) -> str | None:
-        """Why requests are refused now; None when they are taken."""
+        """Why requests are refused now; None when they are taken. (While the engine recovers, which is soon over, they
+        wait in the queue.)"""
         if self.state == "failed" or not self.draining:
-            return None if self.state == "ready" else f"{self.state}: {self.detail}"
+            return None if self.state in ("ready", "recovering") else f"{self.state}: {self.detail}"
         return "draining: the server is shutting down"
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -194,17 +196,13 @@ class EngineLoop:
                 left = [slot for slot, job in self._running.items() if job.cancelled]
                 for slot in left:
                     del self._running[slot]
-                free = [slot for slot in range(self._slots) if slot not in self._running]
-                joined = list(zip(free, self._waiting, strict=False))
-                for slot, job in joined:
-                    self._waiting.popleft()
-                    self._running[slot] = job
+                joined = self._admit()
             # Outside the lock: this takes the device's time, and clients must not wait for it.
             self._metrics.cancelled.inc(len(left))
             for slot in left:
                 engine.evict(slot)
-            for slot, job in joined:
-                self._insert(engine, slot, job)
+            for job in joined:
+                self._insert(engine, job)
             if self._running:
                 begin = time.perf_counter()
                 rows = engine.step()
@@ -214,11 +212,23 @@ class EngineLoop:
                     self._read(engine, row)
             self._post_news()
 
-    def _insert(self, engine: "Engine", slot: int, job: Job) -> None:
+    def _admit(self) -> list[Job]:
+        """Move jobs from the queue's head to the lowest free slots, as many as fit."""
+        taken = {slot for job in self._running.values() for slot in job.slots}
+        free, joined = [slot for slot in range(self._slots) if slot not in taken], []
+        # A job that needs more slots than there are goes in too: the engine refuses it by name.
+        while self._waiting and len(free) >= min(slots_needed(self._waiting[0].decode), self._slots):
+            job = self._waiting.popleft()
+            job.slots, free = free[: slots_needed(job.decode)], free[slots_needed(job.decode) :]
+            self._running[job.slots[0]] = job
+            joined.append(job)
+        return joined
+
+    def _insert(self, engine: "Engine", job: Job) -> None:
         try:
-            engine.insert(slot, job, job.prompt_ids, job.decode)
+            engine.insert(job.slots[0], job, job.prompt_ids, job.decode, job.slots[-1])
         except RequestError as error:  # checked before it was queued, so this is rare; the others go on
-            self._fail(slot, job, from_exception(error))
+            self._fail(job.slots[0], job, from_exception(error))
         else:
             job.started = time.monotonic()
             self._metrics.queue_seconds.observe(job.started - job.arrived)

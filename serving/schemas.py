@@ -3,12 +3,15 @@
 null is the same as leaving a field out, everywhere.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from jdllm.config import DecodeConfig, RequestError
+from jdllm.decoders import decode_config
+from jdllm.tokenizer import Tokenizer
 
 MAX_STOPS = 4
 
@@ -80,11 +83,23 @@ class _Request(BaseModel):
     seed: StrictInt | None = None
     decoder: StrictStr | None = None
     block_size: StrictInt | None = None
+    steps: StrictInt | None = None
+    cache: StrictStr | None = None
+    threshold: StrictFloat | None = None
+    factor: StrictFloat | None = None
+    remasking: StrictStr | None = None
+    cfg_scale: StrictFloat | None = None
+    logits_eos_inf: StrictBool | None = None
+    confidence_eos_eot_inf: StrictBool | None = None
+    alg: StrictStr | None = None
+    alg_temp: StrictFloat | None = None
+    eps: StrictFloat | None = None
     block_add_threshold: StrictFloat | None = None
     decoded_token_threshold: StrictFloat | None = None
     skip_threshold: StrictFloat | None = None
     confidence: StrictStr | None = None
     early_stop: StrictBool | None = None
+    infill: StrictBool | None = None
 
     def stop_strings(self) -> list[str]:
         """At most four; empty ones say nothing and are dropped."""
@@ -96,19 +111,18 @@ class _Request(BaseModel):
         return [s for s in stops if s]
 
     def decode(
-        self, defaults: Mapping[str, Any], max_tokens: int, stop_ids: tuple[int, ...], seed: int
+        self, family: str, defaults: Mapping[str, Any], max_tokens: int, words: Tokenizer, seed: int
     ) -> DecodeConfig:
-        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's. ``stop_ids`` hold with
-        ``early_stop`` only: without it the model's end of text is the one stop, as in the reference."""
+        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's. The tokenizer's stop ids
+        hold with ``early_stop`` only: without it the model's end of text is the one stop, as in the reference."""
         given = {name: getattr(self, name) for name in _DECODE_FIELDS if getattr(self, name) is not None}
         if given.get("top_k") == -1:  # how vLLM's clients switch it off
             given["top_k"] = 0
         if not 0 <= given.get("temperature", 0) <= 2:
             raise RequestError("temperature", f"{self.temperature!r} must be a number from 0 to 2")
-        settings = {**defaults, **given, "max_tokens": max_tokens, "seed": seed}
-        early_stop = settings.get("early_stop", DecodeConfig.early_stop)
-        settings["stop_ids"] = () if self.ignore_eos else stop_ids if early_stop else None
-        return DecodeConfig(**settings)
+        decode = decode_config({**given, "max_tokens": max_tokens, "seed": seed}, family, defaults)
+        stop_ids = () if self.ignore_eos else words.stop_ids if decode.early_stop else None
+        return dataclasses.replace(decode, stop_ids=stop_ids, eot_id=words.eot_id)
 
     def unknown_fields(self) -> list[str]:
         """Fields that nobody knows.
@@ -126,18 +140,8 @@ class _Request(BaseModel):
         return unknown
 
 
-_DECODE_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "decoder",
-    "block_size",
-    "block_add_threshold",
-    "decoded_token_threshold",
-    "skip_threshold",
-    "confidence",
-    "early_stop",
-)
+_SET_APART = ("max_tokens", "seed", "stop_ids", "eot_id")
+_DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in _SET_APART)
 
 
 class ChatRequest(_Request):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from jdllm.config import DecodeConfig, ModelConfig, model_config
+from jdllm.decoders import decode_config
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -59,56 +60,51 @@ class Golden:
                 if ".lora_A." in a_name:
                     target = a_name.removeprefix("base_model.model.").replace(".lora_A", "")
                     tensors[target] = tensors[target] + scale * lora[a_name.replace(".lora_A", ".lora_B")] @ a
-        names = dict(
-            attn_norm="attn_norm",
-            q_proj="q",
-            k_proj="k",
-            v_proj="v",
-            attn_out="attn_out",
-            ff_norm="ff_norm",
-            ff_proj="gate",
-            up_proj="up",
-            ff_out="down",
-        )
-        top = dict(wte="embed", ln_f="norm", ff_out="head")
+        names = dict(q_proj="q", k_proj="k", v_proj="v", up_proj="up")
+        names |= dict(attn_norm="attn_norm", attn_out="attn_out", ff_norm="ff_norm", ff_proj="gate", ff_out="down")
+        names |= dict(input_layernorm="attn_norm", o_proj="attn_out", post_attention_layernorm="ff_norm")
+        names |= dict(gate_proj="gate", down_proj="down")
+        top = dict(wte="embed", ln_f="norm", ff_out="head", embed_tokens="embed", norm="norm", lm_head="head")
         params = {}
         for key, value in tensors.items():
-            parts = key.split(".")[2:-1]
-            name = f"layers.{parts[1]}.{names[parts[2]]}" if parts[0] == "blocks" else top[parts[0]]
+            *path, module, kind = key.split(".")
+            layer = next((part for part in path if part.isdigit()), None)
+            name = f"layers.{layer}.{names[module]}" if layer else top[module]
+            name += "_bias" if kind == "bias" else ""
             params[name] = jnp.asarray(value.T if value.ndim == 2 and name != "embed" else value)
         return params
 
     def logits(self, kind: str) -> list[dict[str, Any]]:
-        return [entry for entry in self.manifest["logits"] if entry["kind"] == kind and self.has(entry)]
-
-    def has(self, entry: dict[str, Any]) -> bool:
-        return not entry.get("model", "llada").startswith("dream")
+        """The entries of one kind, of every family."""
+        return [entry for entry in self.manifest["logits"] if entry["kind"] == kind]
 
     def arrays(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         with np.load(GOLDEN / entry["file"]) as data:
             return dict(data)
 
-    def d2f(self) -> list[Trace]:
-        """Every LLaDA D2F trace. The reference shortens max_new_tokens to whole blocks; so do these settings."""
-        with np.load(GOLDEN / "traces" / "d2f.npz") as data:
+    def d2f(self, family: str = "llada") -> list[Trace]:
+        """A family's D2F traces. The reference shortens max_new_tokens to whole blocks; so do these settings."""
+        return self.traces(f"d2f:{family}")
+
+    def traces(self, algorithm: str) -> list[Trace]:
+        """The traces of one algorithm, as the manifest names it. A padded batch is one trace a row."""
+        file = algorithm.partition(":")[0]
+        with np.load(GOLDEN / "traces" / f"{file}.npz") as data:
             arrays = dict(data)
-        return [self._trace(t, arrays) for t in self.manifest["traces"] if t["algorithm"] == "d2f:llada"]
+        found = []
+        for t in self.manifest["traces"]:
+            if t["algorithm"] == algorithm:
+                found += [self._trace(row, arrays) for row in _unbatched(t)]
+        return found
 
     def _trace(self, t: dict[str, Any], arrays: dict[str, np.ndarray]) -> Trace:
-        s, prefix = t["settings"], t["arrays"]["prefix"]
-        kept = t["prompt_left_truncated_to"] or len(t["prompt_ids"])
-        confidence = {None: "probability", "neg_entropy": "neg_entropy", "margin_confidence": "margin"}
-        decode = DecodeConfig(
-            max_tokens=s["max_new_tokens"] // s["block_size"] * s["block_size"],
-            block_size=s["block_size"],
-            block_add_threshold=s["block_add_threshold"],
-            decoded_token_threshold=s["decoded_token_threshold"],
-            skip_threshold=s["skip_threshold"],
-            top_p=s.get("top_p") or 1.0,
-            top_k=s.get("top_k") or 0,
-            confidence=confidence[s.get("sampling_strategy")],
-            early_stop=False,
-        )
+        prefix = t["arrays"]["prefix"]
+        pick = lambda array: array if "row" not in t else array[:, t["row"], t["padding"] :]
+        kept = t.get("prompt_left_truncated_to") or len(t["prompt_ids"])
+        family = self.config(t["model"]).family
+        decode = decode_config(_settings(t), family)
+        if decode.confidence_eos_eot_inf:
+            decode = dataclasses.replace(decode, eot_id=self.manifest["special_ids"][family]["eot"])
         return Trace(
             name=t["name"],
             model=t["model"],
@@ -117,8 +113,34 @@ class Golden:
             decode=decode,
             expected_ids=t["expected_ids"],
             nfe=t["nfe"],
-            arrays={k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)},
+            arrays={k.removeprefix(prefix): pick(v) for k, v in arrays.items() if k.startswith(prefix)},
         )
+
+
+def _settings(t: dict[str, Any]) -> dict[str, Any]:
+    """A trace's settings by our names."""
+    s = {name: value for name, value in t["settings"].items() if value is not None and name != "max_length"}
+    algorithm = t["algorithm"].partition(":")[0]
+    decoder = {"llada_vanilla": "llada", "dream_vanilla": "dream"}.get(algorithm, algorithm.split("_dllm")[0])
+    ours = {"decoder": "fast-dllm" if decoder == "fast" else decoder, "early_stop": False}
+    if "max_new_tokens" in s:
+        ours["max_tokens"] = s.pop("max_new_tokens") // s["block_size"] * s["block_size"]
+    names = {"gen_length": "max_tokens", "block_length": "block_size", "sampling_strategy": "confidence"}
+    ours |= {names.get(name, name): value for name, value in s.items()}
+    if ours.get("confidence") == "margin_confidence":
+        ours["confidence"] = "margin"
+    return ours
+
+
+def _unbatched(t: dict[str, Any]) -> list[dict[str, Any]]:
+    if not isinstance(t["prompt_ids"][0], list):
+        return [t]
+    rows = []
+    for i, (ids, mask) in enumerate(zip(t["prompt_ids"], t["attention_mask"], strict=True)):
+        prompt = [token for token, real in zip(ids, mask, strict=True) if real]
+        padded = {"name": f"{t['name']}-{i}", "row": i, "padding": len(ids) - len(prompt)}
+        rows.append({**t, **padded, "prompt_ids": prompt, "expected_ids": t["expected_ids"][i]})
+    return rows
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:

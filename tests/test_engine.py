@@ -114,7 +114,7 @@ def test_b10_keys_and_values_are_those_of_the_final_text(engine, tiny, params):
     engine.insert(0, "a", prompt, DecodeConfig(max_tokens=12, block_size=block, skip_threshold=0.05, stop_ids=()))
     while not (rows := engine.step()) or rows[0].live:
         pass
-    cached = int(engine.state.rows.cached[0])
+    cached = int(engine.state.rows.start[0])
     text = rows[0].tokens[: rows[0].length]
     assert cached >= len(prompt) + block
     number = np.maximum(0, (np.arange(len(text)) - len(prompt)) // block + 1)

@@ -150,7 +150,7 @@ class OneStep:
     def __init__(self, answer):
         self.answer, self.rows, self.most = answer, {}, 0
 
-    def insert(self, slot, handle, prompt_ids, decode):
+    def insert(self, slot, handle, prompt_ids, decode, shadow=None):
         if prompt_ids == [13]:
             raise RequestError("prompt", "is unlucky")
         assert slot not in self.rows

@@ -9,11 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 # A file may import modules of its own layer and of the layers named here.
 LAYERS = {
-    "jdllm/config.py": (),
+    "jdllm/model_config.py": (),
+    "jdllm/config.py": ("jdllm.model_config",),
     "jdllm/models": ("jdllm.config",),
-    "jdllm/denoise": ("jdllm.config", "jdllm.models"),
+    "jdllm/denoise": ("jdllm.config", "jdllm.decoders", "jdllm.models"),
     "jdllm/buckets.py": ("jdllm.config", "jdllm.denoise"),
-    "jdllm/engine.py": ("jdllm.config", "jdllm.models", "jdllm.denoise", "jdllm.buckets"),
+    "jdllm/decoders.py": ("jdllm.config",),
+    "jdllm/engine.py": ("jdllm.config", "jdllm.models", "jdllm.denoise", "jdllm.decoders", "jdllm.buckets"),
     "jdllm/checkpoint.py": ("jdllm.config", "jdllm.models", "jdllm.sharding", "jdllm.checkpoint_format"),
     "jdllm/sharding.py": ("jdllm.config", "jdllm.models"),
     "convert": ("jdllm.config", "jdllm.models", "jdllm.checkpoint", "jdllm.checkpoint_format", "jdllm.sharding"),

@@ -10,24 +10,33 @@ from jax import Array
 from jdllm.denoise.state import Rows
 
 
-def block_end(rows: Rows, row: Array, position: Array) -> Array:
-    """End (exclusive) of the block of each ``position`` [N] of each ``row`` [N]; the prompt is block 0."""
-    size = jnp.maximum(rows.block_size, 1)[row]
-    after = position - rows.prompt_length[row]
-    return position + jnp.where(after < 0, -after, size - after % size)
+def block_start(rows: Rows, position: Array, row: Array | None = None) -> Array:
+    """First position of the block of each ``position`` [R], or [N] of each ``row`` [N]; the prompt is block 0."""
+    P, size = rows.prompt_length, jnp.maximum(rows.block_size, 1)
+    P, size = (P, size) if row is None else (P[row], size[row])
+    after = position - P
+    return jnp.where(after < 0, 0, position - after % size)
 
 
-def block_start(rows: Rows, position: Array) -> Array:
-    """First position of the block of ``position`` [R] (at or after the prompt's end)."""
-    size = jnp.maximum(rows.block_size, 1)
-    return rows.prompt_length + (position - rows.prompt_length) // size * size
+def block_end(rows: Rows, position: Array, row: Array | None = None) -> Array:
+    """End (exclusive) of those blocks, which may lie behind the canvas."""
+    P, size = rows.prompt_length, jnp.maximum(rows.block_size, 1)
+    P, size = (P, size) if row is None else (P[row], size[row])
+    after = position - P
+    return jnp.where(after < 0, P, position - after % size + size)
+
+
+def decided_end(rows: Rows) -> Array:
+    """int32 [R]: positions before it may be decided in this pass: the whole canvas of a pipelined row, else up to the
+    end of the block being decoded. (That of a prompt with masks to fill is the first block behind it.)"""
+    current = block_end(rows, jnp.maximum(rows.block, rows.prompt_length))
+    return jnp.where(rows.pipelined, rows.length, jnp.minimum(current, rows.limit))
 
 
 def masked(rows: Rows, tokens: Array, mask_id: int) -> Array:
-    """bool [R, S]: generated positions still to be decoded. A mask id inside the prompt is ordinary input."""
+    """bool [R, S]: positions still to be decoded. A mask id before ``fill_from`` is ordinary input."""
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    generated = (position >= rows.prompt_length[:, None]) & (position < rows.length[:, None])
-    return generated & (tokens == mask_id)
+    return (position >= rows.fill_from[:, None]) & (position < rows.length[:, None]) & (tokens == mask_id)
 
 
 def first(where: Array, otherwise: Array) -> Array:

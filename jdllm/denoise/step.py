@@ -1,19 +1,18 @@
 """The denoising step: plan, forward, unmask, advance, all rows at once, in one compiled function.
 
-The block that the next step will need is added at the end of a step (and the first one at insertion), which is the
-reference's order seen from the other side of the loop; so a report names the exact size of the next window.
+What the next step will need, its window and the block that it adds, is settled at the end of a step (and at
+insertion), which is the references' order seen from the other side of the loop; so a report names the exact size of the
+next window.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jdllm.config import ModelConfig
-from jdllm.denoise.blocks import block_start, first, masked, newest_block_decoded
-from jdllm.denoise.state import REPORT_FIELDS, Rows, State
-from jdllm.denoise.unmask import accepted, candidates
+from jdllm.denoise.blocks import block_end, block_start, decided_end, first, masked, newest_block_decoded
+from jdllm.denoise.state import PROGRESS, REPORT_FIELDS, Rows, State, pack_numbers, unpack_numbers
+from jdllm.denoise.unmask import Found, accepted, candidates
 from jdllm.denoise.window import Bucket, Packing, pack, window_attention
 from jdllm.models import llada
 from jdllm.models.layers import rope_tables
@@ -21,32 +20,61 @@ from jdllm.models.layers import rope_tables
 Text = tuple[Array, Array]
 """int32 [R] each: first masked position of a row and its first stop id; its length and limit where there is none."""
 
+Report = tuple[Array, Array, Array]
+"""int32 [R, 9 + S] (state.REPORT_FIELDS), and State's ``logprobs`` and ``committed`` of those rows [R, S]."""
 
-def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Bucket) -> tuple[State, Array]:
+
+def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Bucket) -> tuple[State, Report]:
     """``bucket.steps`` denoising steps of slots [0, R); rows that end are frozen from then on.
 
     Returns:
-        the new state (donate the old one) and the report, int32 [R, 9 + S] (state.REPORT_FIELDS).
+        the new state (donate the old one) and the report.
     """
     R = bucket.rows
 
     def body(_: Array, carry: tuple[State, Text, Array]) -> tuple[State, Text, Array]:
         whole, _before, computed = carry
-        progress, text, tokens, keys, values, width = _step(params, whole, model, bucket)
-        changed = {name: _replace(getattr(whole.rows, name), part) for name, part in progress.items()}
-        rows = dataclasses.replace(whole.rows, **changed)
-        whole = State(rows=rows, tokens=_replace(whole.tokens, tokens), keys=keys, values=values)
+        whole, text, width = _step(params, whole, model, bucket)
         return whole, text, computed + width
 
     none = jnp.zeros(R, jnp.int32)
     carry = (state, (none, none), none)
     once = bucket.steps == 1
     state, text, computed = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
-    return state, _report(_part(state.rows, R), state.tokens[:R], text, computed)
+    rows = unpack_numbers(state.progress[:R], state.settings[:R])
+    return state, (_report(rows, state.tokens[:R], text, computed), state.logprobs[:R], state.committed[:R])
 
 
-def _part(rows: Rows, count: int) -> Rows:
-    return jax.tree.map(lambda x: x[:count], rows)
+def _step(params: llada.Params, state: State, model: ModelConfig, bucket: Bucket) -> tuple[State, Text, Array]:
+    rows, before = _rows(state, bucket.rows), state.tokens[: bucket.rows]
+    packing = pack(rows, bucket, before.shape[1])
+    hidden, keys, values = _forward(params, state, rows, packing, model)
+    found, here = _head(params, state, rows, packing, hidden, model)
+    accept = _accept(state, rows, packing, found, here)
+    token, _, _, logprob = found
+    tokens = packing.write(before, token, accept)
+    progress, text = _advance(state, rows, before, tokens, packing.width > 0, model)
+    part = lambda array: array[: bucket.rows]
+    state = State(
+        progress=_replace(state.progress, pack_numbers(PROGRESS, progress)),
+        settings=state.settings,
+        schedule=state.schedule,
+        tokens=_replace(state.tokens, tokens),
+        logprobs=_replace(state.logprobs, packing.write(part(state.logprobs), logprob, accept)),
+        committed=_replace(state.committed, packing.write(part(state.committed), rows.nfe[packing.row] + 1, accept)),
+        edge=None if state.edge is None else _replace(state.edge, _edge(state.edge, rows, packing, hidden)),
+        keys=keys,
+        values=values,
+    )
+    return state, text, packing.width
+
+
+def _rows(state: State, count: int) -> Rows:
+    """The first ``count`` rows; a row that shadows another has that one's progress."""
+    progress, settings = state.progress[:count], state.settings[:count]
+    if count == 1:
+        return unpack_numbers(progress, settings)
+    return unpack_numbers(progress[unpack_numbers(progress, settings).owner], settings)
 
 
 def _replace(whole: Array, part: Array) -> Array:
@@ -54,30 +82,15 @@ def _replace(whole: Array, part: Array) -> Array:
     return part if part.shape == whole.shape else jax.lax.dynamic_update_slice(whole, part, (0,) * whole.ndim)
 
 
-def _step(
-    params: llada.Params, state: State, model: ModelConfig, bucket: Bucket
-) -> tuple[dict[str, Array], Text, Array, tuple[Array, ...], tuple[Array, ...], Array]:
-    rows, tokens = _part(state.rows, bucket.rows), state.tokens[: bucket.rows]
-    packing = pack(rows, bucket, tokens.shape[1])
-    hidden, keys, values = _forward(params, state, tokens, packing, model)
-    tokens_before, tokens = tokens, _unmask(params, rows, tokens, packing, hidden, model)
-    progress, text = _advance(rows, tokens_before, tokens, packing.width > 0, model)
-    return progress, text, tokens, keys, values, packing.width
-
-
 def _forward(
-    params: llada.Params,
-    state: State,
-    tokens: Array,
-    packing: Packing,
-    model: ModelConfig,
+    params: llada.Params, state: State, rows: Rows, packing: Packing, model: ModelConfig
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     """Run the windows through the layers: [N, D] before the final norm, and the caches with the windows' keys and
-    values written. A block's entries are overwritten by every pass until the pass after its last mask is filled."""
-    R = tokens.shape[0]
+    values written. Entries are overwritten by every pass whose window they lie in."""
+    R = rows.live.shape[0]
     rope = rope_tables(packing.position, model.head_dim, model.rope_theta)
     keys, values = list(state.keys), list(state.values)
-    x = llada.embed(params, model, tokens[packing.row, packing.position])
+    x = llada.embed(params, model, _tokens(state, rows, packing, model))
     for i, p in enumerate(llada.layer_params(params, model)):
 
         def attend(q: Array, k: Array, v: Array, i: int = i) -> Array:
@@ -89,82 +102,178 @@ def _forward(
     return x, tuple(keys), tuple(values)
 
 
-def _unmask(
-    params: llada.Params, rows: Rows, tokens: Array, packing: Packing, hidden: Array, model: ModelConfig
-) -> Array:
-    """The canvases [R, S] with this step's commits."""
+def _tokens(state: State, rows: Rows, packing: Packing, model: ModelConfig) -> Array:
+    """int32 [N]: what the window positions hold; of a shadow, its owner's canvas with the prompt masked."""
     row, position = packing.row, packing.position
-    here = packing.valid & masked(rows, tokens, model.mask_id)[row, position]
-    token, probability, confidence = _head(params, rows, packing, hidden, here, model)
-
-    size = jnp.maximum(rows.block_size, 1)[row]
-    start = position - (position - rows.prompt_length[row]) % size
-    block = row * tokens.shape[1] + start
-    accept = accepted(
-        masked=here,
-        block=block,
-        previous=jnp.where(start == rows.prompt_length[row], -1, block - size),
-        spare=size - rows.need_decoded[row],
-        sure=probability > rows.skip_threshold[row],
-        confidence=confidence,
-        blocks=tokens.size,
-    )
-    return packing.write_tokens(tokens, token, accept)
+    if rows.live.shape[0] == 1:
+        return state.tokens[row, position]
+    source = rows.owner[row]
+    hidden = (source != row) & (position < rows.prompt_length[row]) & (state.committed[source, position] == 0)
+    return jnp.where(hidden, model.mask_id, state.tokens[source, position])
 
 
 MIN_HEAD = 16
 """The head runs on at least this many positions at a time."""
 
+MOST_LOGITS = 1 << 25
+"""Logits (float32 numbers) held at once: 128 MB. The vocabulary of LLaDA-8B then takes 265 positions at a time."""
+
 
 def _head(
-    params: llada.Params, rows: Rows, packing: Packing, hidden: Array, here: Array, model: ModelConfig
-) -> tuple[Array, Array, Array]:
-    """Candidate, probability and confidence of every masked packed position, arrays [N] (rubbish elsewhere).
+    params: llada.Params, state: State, rows: Rows, packing: Packing, hidden: Array, model: ModelConfig
+) -> tuple[Found, Array]:
+    """Candidates of every position to be decided, arrays [N] (rubbish elsewhere), and which these are, bool [N].
 
-    The output head runs on the masked positions only, packed once more, a quarter of N at a time: as many times as the
-    masks need, and never more than a quarter of the logits at once."""
+    The output head runs on these positions only, packed once more, a quarter of N and no more than MOST_LOGITS at a
+    time: as many times as they need."""
+    row, position = packing.row, packing.position
+    here = packing.valid & masked(rows, state.tokens[: rows.live.shape[0]], model.mask_id)[row, position]
+    here &= position < decided_end(rows)[row]
+    here &= ~(rows.first_alone & (rows.passes == 0))[row] | (position == rows.block[row])
+    here &= rows.owner[row] == row
     N = hidden.shape[0]
-    M = min(N, max(MIN_HEAD, N // 4))
+    M = min(N, max(MIN_HEAD, min(N // 4, MOST_LOGITS // model.vocab_size)))
     rank = jnp.cumsum(here, dtype=jnp.int32)
 
-    def some(i: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def some(i: Array, found: Found) -> Found:
         wanted = i * M + jnp.arange(1, M + 1, dtype=jnp.int32)
         source = jnp.minimum(jnp.searchsorted(rank, wanted, method="compare_all"), N - 1)
-        logits = llada.head(params, model, hidden[source])
-        new = candidates(logits, rows, packing.row[source], packing.position[source], model.mask_id)
+        logits = _logits(params, state, rows, packing, hidden, source, model)
+        new = candidates(logits, rows, row[source], position[source], model.mask_id, params.get("unused"))
         put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (i * M,))
         return jax.tree.map(put, found, new)
 
     room = -(-N // M) * M
-    found = (jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.float32), jnp.zeros(room, jnp.float32))
+    number = jnp.zeros(room, jnp.float32)
+    found = (jnp.zeros(room, jnp.int32), number, number, number)
     found = some(jnp.int32(0), found) if N == M else jax.lax.fori_loop(0, -(-rank[-1] // M), some, found)
-    return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found)
+    return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found), here
 
 
-def _advance(rows: Rows, before: Array, tokens: Array, ran: Array, model: ModelConfig) -> tuple[dict[str, Array], Text]:
-    """Counters, the cached prefix, the next block, and the end of a row, for the rows that ran: the fields of Rows that
-    a step changes, and how far the text reaches. ``before`` and ``tokens`` are the canvases around the step.
+def _logits(
+    params: llada.Params, state: State, rows: Rows, packing: Packing, hidden: Array, source: Array, model: ModelConfig
+) -> Array:
+    """float32 [M, V] for the packed positions ``source`` [M]; of guided rows u + (w + 1) (c - u), u being the logits
+    without the prompt."""
+    row, position = packing.row[source], packing.position[source]
 
-    Every pass of a live row commits something, since its first unfinished block is fully activated; one that does not
-    had confidences that are not numbers, and would go on for ever."""
+    def predict(source: Array) -> Array:
+        if state.edge is None:
+            return llada.head(params, model, hidden[source])
+        # The position before predicts; at the window's start the official loops keep the window's own first logits, but
+        # D2F those of the last position that it made final.
+        at_start = position == rows.start[row]
+        x = hidden[jnp.where(at_start, source, source - 1)]
+        known = at_start & rows.pipelined[row] & (position > 0)
+        return llada.head(params, model, jnp.where(known[:, None], state.edge[row], x))
+
+    logits = predict(source)
+    if rows.live.shape[0] == 1:
+        return logits
+    scale = jnp.where(rows.shadow != jnp.arange(rows.live.shape[0]), rows.guidance, 0)
+
+    def guided() -> Array:
+        alone = predict(packing.first[rows.shadow[row]] + position - rows.start[row])
+        return jnp.where(scale[row, None] > 0, alone + (scale[row, None] + 1) * (logits - alone), logits)
+
+    return jax.lax.cond(jnp.any(rows.live & (scale > 0)), guided, lambda: logits)
+
+
+def _accept(state: State, rows: Rows, packing: Packing, found: Found, here: Array) -> Array:
+    """bool [N]: the positions that this step commits."""
+    row, position = packing.row, packing.position
+    _, probability, confidence, _ = found
+    S = state.tokens.shape[1]
+    pipelined, size = rows.pipelined[row], jnp.maximum(rows.block_size, 1)[row]
+    start = jnp.where(pipelined, block_start(rows, position, row), rows.block[row])
+    here &= probability == probability  # what is not a number is not committed
+    masks = jax.ops.segment_sum(here.astype(jnp.int32), row * S + start, rows.live.shape[0] * S)
+    # A block is fully activated when its predecessor is decoded enough. (Sticky in the reference; here decoded
+    # positions stay decoded, so the count says the same.) The prompt always is.
+    previous = jnp.where(pipelined & (start > rows.prompt_length[row]), row * S + start - size, -1)
+    activated = (previous < 0) | (masks[previous] <= size - rows.need_decoded[row])
+    count = _scheduled(state, rows)
+    chance = (confidence * 2.0**31).astype(jnp.float32) < count[row].astype(jnp.float32) + 1
+    sure = jnp.where(rows.chance[row], chance, probability > rows.sure_above[row])
+    return accepted(
+        masked=here,
+        block=row * S + start,
+        activated=activated,
+        sure=sure,
+        confidence=confidence,
+        count=jnp.where(rows.chance, 0, count)[row],
+        factor=rows.factor[row],
+        blocks=rows.live.shape[0] * S,
+    )
+
+
+def _scheduled(state: State, rows: Rows) -> Array:
+    """int32 [R]: this pass's entry of each row's schedule."""
+    place = jnp.minimum(rows.nfe, state.schedule.shape[1] - 1)
+    return jnp.take_along_axis(state.schedule[: rows.live.shape[0]], place[:, None], axis=1)[:, 0]
+
+
+def _edge(edge: Array, rows: Rows, packing: Packing, hidden: Array) -> Array:
+    """[B, D]: ``edge`` with the last layer's output at the last position that this pass makes final."""
+    R = rows.live.shape[0]
+    final = rows.pipelined & (packing.width > 0) & (rows.settled > rows.start)
+    last = jnp.clip(packing.first + rows.settled - 1 - rows.start, 0, hidden.shape[0] - 1)
+    return jnp.where(final[:, None], hidden[last], edge[:R])
+
+
+def _advance(
+    state: State, rows: Rows, before: Array, tokens: Array, ran: Array, model: ModelConfig
+) -> tuple[dict[str, Array], Text]:
+    """What a step changes of Rows, for the rows that ran, and how far the text reaches. ``before`` and ``tokens`` are
+    the canvases around the step."""
     is_masked = masked(rows, tokens, model.mask_id)
     prefix = first(is_masked, rows.length)
     stop = first(_is_stop(rows, tokens), rows.limit)
-    unfinished = prefix < rows.length
+    settled_text = rows.early_stop & (stop < prefix)
     stopped = rows.stopped | (stop < rows.limit)
+    failed = _stuck(state, rows, before, tokens, model)
+
+    unfinished = prefix < rows.length
     enough = newest_block_decoded(rows, is_masked) >= rows.need_add
-    add = (rows.length < rows.limit) & ~stopped & enough
-    failed = jnp.all(tokens == before, axis=1)
+    add = rows.pipelined & (rows.length < rows.limit) & ~stopped & enough
+    length = jnp.where(add, jnp.minimum(rows.length + rows.block_size, rows.limit), rows.length)
+    settled = jnp.where(unfinished, block_start(rows, prefix), rows.length)
+
+    passes = rows.passes + 1
+    end_of_block = decided_end(rows)
+    filled = (prefix >= end_of_block) & ((passes > 1) | ~rows.first_alone)
+    done = jnp.where(rows.block_passes > 0, passes == rows.block_passes, filled)
+    block = jnp.where(done, end_of_block, rows.block)
+    passes = jnp.where(done, 0, passes)
+    narrow = passes > 0  # else the whole canvas: a refresh
+    block_ends = jnp.minimum(block_end(rows, jnp.maximum(block, rows.prompt_length)), rows.limit)
+
+    piped = lambda a, b: jnp.where(rows.pipelined, a, b)
+    going = piped(unfinished | add, block < rows.limit)
+    failed |= ~going & ~settled_text & unfinished
     new = {
-        "live": (unfinished | add) & ~(rows.early_stop & (stop < prefix)) & ~failed,
+        "live": going & ~settled_text & ~failed,
         "failed": failed,
-        "length": jnp.where(add, jnp.minimum(rows.length + rows.block_size, rows.limit), rows.length),
-        "cached": rows.settled,
-        "settled": jnp.where(unfinished, block_start(rows, prefix), rows.length),
+        "length": length,
+        "start": piped(rows.settled, jnp.where(narrow & rows.keep_before, block, 0)),
+        "end": piped(length, jnp.where(narrow & rows.keep_behind, block_ends, rows.length)),
+        "settled": settled,
+        "block": block,
+        "passes": passes,
         "nfe": rows.nfe + 1,
         "stopped": stopped,
     }
     return {name: jnp.where(ran, value, getattr(rows, name)) for name, value in new.items()}, (prefix, stop)
+
+
+def _stuck(state: State, rows: Rows, before: Array, tokens: Array, model: ModelConfig) -> Array:
+    """bool [R]: the pass committed nothing where it had to. Only confidences that are not numbers do that, and such a
+    row would go on for ever: the first unfinished block of a pipelined row is fully activated, any other pass has a
+    count above 0 (or commits by chance, or has nothing left to decide)."""
+    position = jnp.arange(before.shape[1], dtype=jnp.int32)[None, :]
+    open_before = masked(rows, before, model.mask_id) & (position < decided_end(rows)[:, None])
+    due = jnp.any(open_before, axis=1) & (rows.pipelined | ((_scheduled(state, rows) > 0) & ~rows.chance))
+    return due & jnp.all(tokens == before, axis=1)
 
 
 def _is_stop(rows: Rows, tokens: Array) -> Array:
@@ -184,7 +293,7 @@ def _report(rows: Rows, tokens: Array, text: Text, computed: Array) -> Array:
         "prefix": prefix,
         "stop": jnp.where(stop < prefix, stop, -1),
         "nfe": rows.nfe,
-        "width": jnp.where(rows.live, rows.length - rows.cached, 0),
+        "width": jnp.where(rows.live, rows.end - rows.start, 0),
         "computed": computed,
     }
     head = jnp.stack([columns[name].astype(jnp.int32) for name in REPORT_FIELDS], axis=1)

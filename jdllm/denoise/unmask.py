@@ -1,4 +1,4 @@
-"""Which masked positions a step commits, and to what: candidate and confidence from the logits, then D2F's rule.
+"""Which masked positions a step commits, and to what: candidate and confidence from the logits, then the row's rule.
 
 Confidences are float32 and over the whole vocabulary, as the reference computes them in float32. The mask id is never a
 candidate (a deviation: the reference may write a mask over a mask). Ties go to the lowest token id and position.
@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jdllm.config import CONFIDENCES
+from jdllm.config import RANKINGS
 from jdllm.denoise.state import Rows
 
+Found = tuple[Array, Array, Array, Array]
+"""Candidate token int32 [M], its probability, the confidence that ranks it, and its log-probability before temperature
+and filters, float32 [M] each."""
 
-def candidates(logits: Array, rows: Rows, row: Array, position: Array, mask_id: int) -> tuple[Array, Array, Array]:
-    """Candidate token, its probability, and the confidence that picks a fallback (reference: ``sample_tokens``).
+
+def candidates(
+    logits: Array, rows: Rows, row: Array, position: Array, mask_id: int, unused: Array | None = None
+) -> Found:
+    """Candidates of some masked positions (reference: ``sample_tokens``, and LLaDA's generate.py).
 
     The order is temperature, top-p, top-k, softmax over the whole vocabulary; at temperature 0 the most probable token,
     else a sample whose random numbers depend on (seed, step, position) alone.
@@ -21,32 +27,43 @@ def candidates(logits: Array, rows: Rows, row: Array, position: Array, mask_id: 
     Args:
         logits: float32 [M, V].
         row, position: int32 [M].
-
-    Returns:
-        int32 [M], float32 [M], float32 [M].
+        unused: bool [V], ids that stand for no token, which are never sampled; None: all stand for one.
     """
     token = _first_highest(_without(logits, mask_id))
-    probability = _probability(logits, token)
-    plain = (token, probability, probability)
-    special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0)
+    chosen, total = _chosen(logits, token), jax.nn.logsumexp(logits, axis=1)
+    probability = jnp.exp(chosen - total)
+    plain = (token, probability, probability, chosen - total)
+    special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0) | rows.chance
+    special |= (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | (jnp.max(rows.demoted_ids, axis=1) >= 0)
+
+    def other() -> Found:
+        token, probability, confidence = _special(logits, rows, row, position, mask_id, unused)
+        return token, probability, confidence, _chosen(logits, token) - total
+
     # A plain row reads the values above whatever its neighbours ask for, so they cannot change a bit of it.
-    other = jax.lax.cond(
-        jnp.any(rows.live & special), lambda: _special(logits, rows, row, position, mask_id), lambda: plain
-    )
-    return jax.tree.map(lambda a, b: jnp.where(special[row], a, b), other, plain)
+    found = jax.lax.cond(jnp.any(rows.live & special), other, lambda: plain)
+    return jax.tree.map(lambda a, b: jnp.where(special[row], a, b), found, plain)
 
 
-def _special(logits: Array, rows: Rows, row: Array, position: Array, mask_id: int) -> tuple[Array, Array, Array]:
-    """``candidates`` for rows with a temperature, a filter or another confidence."""
-    temperature = rows.temperature[row]
+def _special(
+    logits: Array, rows: Rows, row: Array, position: Array, mask_id: int, unused: Array | None
+) -> tuple[Array, Array, Array]:
+    """``candidates`` for rows with a temperature, a filter, a ban, or another ranking than by probability."""
+    temperature, ids = rows.temperature[row], jnp.arange(logits.shape[1])
     # Shifted first: however small the temperature, the favourite stays at 0 and nothing becomes inf - inf.
     logits = logits - jnp.max(logits, axis=1, keepdims=True)
-    logits = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
-    best = _first_highest(_without(logits, mask_id))
-    logits = _filtered(logits, rows.top_p[row], rows.top_k[row], best)
-    token = _first_highest(_noised(_without(logits, mask_id), rows, row, position))
-    probability = _probability(logits, token)
-    return token, probability, _confidence(logits, probability, rows.confidence[row])
+    logits = jnp.where(ids == rows.banned_id[row, None], -jnp.inf, logits)
+    tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+    best = _first_highest(_without(tempered, mask_id))
+    filtered = _filtered(tempered, rows.top_p[row], rows.top_k[row], best)
+    sampled = _noised(_without(filtered, mask_id), rows, row, position)
+    if unused is not None:
+        sampled = jnp.where(unused & (temperature > 0)[:, None], -jnp.inf, sampled)
+    token = _first_highest(sampled)
+    demoted = jnp.any(ids == rows.demoted_ids[row][:, :, None], axis=1)
+    measured = jnp.where(demoted, -jnp.inf, jnp.where(rows.untempered[row, None], logits, filtered))
+    probability = jnp.exp(_chosen(measured, token) - jax.nn.logsumexp(measured, axis=1))
+    return token, probability, _confidence(measured, probability, rows, row, position)
 
 
 def _first_highest(x: Array) -> Array:
@@ -56,9 +73,8 @@ def _first_highest(x: Array) -> Array:
     return jnp.min(jnp.where(is_highest, jnp.arange(size, dtype=jnp.int32), size - 1), axis=1)
 
 
-def _probability(logits: Array, token: Array) -> Array:
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-    return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=1))
+def _chosen(x: Array, token: Array) -> Array:
+    return jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
 
 
 def _without(logits: Array, token: int) -> Array:
@@ -83,39 +99,59 @@ def _filtered(logits: Array, top_p: Array, top_k: Array, always: Array) -> Array
     return jnp.where(best, unfiltered, logits)
 
 
+def _keys(rows: Rows, row: Array, position: Array, stream: int) -> Array:
+    """One threefry key a position, its two words made directly: two fold_in calls would double the compile time."""
+    step_and_place = (rows.nfe[row].astype(jnp.uint32) << 16) ^ position.astype(jnp.uint32) ^ jnp.uint32(stream << 31)
+    return jax.random.wrap_key_data(jnp.stack([rows.seed[row], step_and_place], axis=1))
+
+
 def _noised(logits: Array, rows: Rows, row: Array, position: Array) -> Array:
     """Gumbel noise in log space on the rows that sample: the argmax is then a sample of the softmax."""
-
-    # One threefry key a position, its two words made directly: two fold_in calls more would double the compile time.
-    step_and_place = (rows.nfe[row].astype(jnp.uint32) << 16) ^ position.astype(jnp.uint32)
-    keys = jax.random.wrap_key_data(jnp.stack([rows.seed[row], step_and_place], axis=1))
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(_keys(rows, row, position, 0))
     return logits + jnp.where((rows.temperature[row] > 0)[:, None], noise, 0)
 
 
-def _confidence(logits: Array, probability: Array, kind: Array) -> Array:
+def _confidence(logits: Array, probability: Array, rows: Rows, row: Array, position: Array) -> Array:
     p = jax.nn.softmax(logits, axis=1)
     top = jax.lax.top_k(p, 2)[0]
     neg_entropy = jnp.sum(p * jnp.log(p + 1e-10), axis=1)
-    by_kind = {"probability": probability, "margin": top[:, 0] - top[:, 1], "neg_entropy": neg_entropy}
-    return jnp.choose(kind, [by_kind[name] for name in CONFIDENCES], mode="clip")
+    chance, noise = jax.vmap(lambda key: jax.random.uniform(key, (2,), minval=1e-7))(_keys(rows, row, position, 1)).T
+    by_kind = {
+        "probability": probability,
+        "margin": top[:, 0] - top[:, 1],
+        "neg_entropy": neg_entropy,
+        "random": chance,
+    }
+    confidence = jnp.choose(rows.confidence[row], [by_kind[name] for name in RANKINGS], mode="clip")
+    # Dream draws the positions themselves, without putting any back, from the softmax of confidence / alg_temp.
+    warmth = rows.confidence_temperature[row]
+    drawn = confidence / jnp.where(warmth > 0, warmth, 1) - jnp.log(-jnp.log(noise))
+    return jnp.where(warmth > 0, drawn, confidence)
 
 
 def accepted(
-    masked: Array, block: Array, previous: Array, spare: Array, sure: Array, confidence: Array, blocks: int
+    masked: Array,
+    block: Array,
+    activated: Array,
+    sure: Array,
+    confidence: Array,
+    count: Array,
+    factor: Array,
+    blocks: int,
 ) -> Array:
-    """D2F's rule (semantics 1.2, ACTIVATE and UNMASK): a block commits every position that is sure; a fully activated
-    block that has none commits its most confident position; any other block commits nothing. A block is fully
-    activated when its predecessor is decoded enough. (Sticky in the reference; here decoded positions stay decoded, so
-    the count says the same.)
+    """The rule of every decoder: a block commits the positions that are sure; one that has none, if it is activated,
+    commits its ``count`` most confident ones (or as many as Fast-dLLM's factor rule allows).
+
+    D2F (semantics 1.2): sure is a probability above the threshold, count is 1. Fast-dLLM's threshold is the same, since
+    the best position is sure if any is. A quota is a count, with nothing sure.
 
     Args:
         masked: bool [N], to be decided.
-        block: int32 [N], below ``blocks``; two positions share it exactly if they lie in one block of one row.
-        previous: int32 [N], that number for the block before, or -1 where that is the prompt.
-        spare: int32 [N], the most masks that the predecessor may still have.
-        sure: bool [N], probability strictly above the skip threshold.
+        block: int32 [N], below ``blocks``; two positions share it exactly if they are decided together.
+        activated, sure: bool [N].
         confidence: float32 [N].
+        count: int32 [N], the same for all positions of a block.
+        factor: float32 [N], likewise; 0 for none.
 
     Returns:
         bool [N].
@@ -126,6 +162,28 @@ def accepted(
     highest = jax.ops.segment_max(jnp.where(masked, confidence, -jnp.inf), block, blocks)
     among_highest = masked & (confidence == highest[block])
     best = jax.ops.segment_min(jnp.where(among_highest, index, masked.shape[0]), block, blocks)
-    masks = jax.ops.segment_sum(masked.astype(jnp.int32), block, blocks)
-    activated = (previous < 0) | (masks[previous] <= spare)
-    return sure | (masked & activated & ~some_sure[block] & (index == best[block]))
+    is_best = (index == best[block]) & (count == 1)
+    several = (count > 1) | (factor > 0)
+    ranked = lambda: _ranked(masked, block, confidence, count, factor, blocks)
+    chosen = jax.lax.cond(jnp.any(several & masked), lambda: jnp.where(several, ranked(), is_best), lambda: is_best)
+    return sure | (masked & activated & ~some_sure[block] & chosen)
+
+
+def _ranked(masked: Array, block: Array, confidence: Array, count: Array, factor: Array, blocks: int) -> Array:
+    """bool [N]: the ``count`` most confident masked positions of each block, ties by position.
+
+    With a factor f the best position demands nothing and the m-th 1 - f / (m + 1); those before the first failure are
+    taken. The published loop's quirk is kept: where only the last fails it is taken as well."""
+    size = masked.shape[0]
+    index = jnp.arange(size, dtype=jnp.int32)
+    group = jnp.where(masked, block, blocks)
+    group, negative, order = jax.lax.sort((group, -confidence, index), num_keys=3)
+    first = jax.ops.segment_min(index, group, blocks + 1)
+    members = jax.ops.segment_sum(jnp.ones(size, jnp.int32), group, blocks + 1)[group]
+    rank = index - first[group]
+    demanded = 1 - factor[order] / (rank + 2)
+    fails = (rank > 0) & (-negative < demanded)
+    failure = jax.ops.segment_min(jnp.where(fails, rank, size), group, blocks + 1)[group]
+    allowed = jnp.where(failure >= members - 1, members, failure)
+    taken = rank < jnp.where(factor[order] > 0, allowed, count[order])
+    return jnp.zeros(size, bool).at[order].set(taken)

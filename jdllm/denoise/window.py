@@ -56,6 +56,7 @@ class Packing:
 
     Attributes:
         width: int32 [R], window positions of each row in this step, 0 if it does not take part.
+        first: int32 [R], packed index of the first of them.
         row, position: int32 [N].
         valid: bool [N].
         tile_row: int32 [G], the row of each further tile.
@@ -66,6 +67,7 @@ class Packing:
     """
 
     width: Array
+    first: Array
     row: Array
     position: Array
     valid: Array
@@ -81,10 +83,10 @@ class Packing:
         place = jnp.where(self.valid, self.position, cache.shape[2])
         return cache.at[self.row, :, place].set(packed, mode="drop")
 
-    def write_tokens(self, tokens: Array, packed: Array, where: Array) -> Array:
-        """``tokens`` [R, S] with the positions for which ``where`` bool [N] holds replaced from ``packed`` [N]."""
-        place = jnp.where(where, self.position, tokens.shape[1])
-        return tokens.at[self.row, place].set(packed, mode="drop")
+    def write(self, canvas: Array, packed: Array, where: Array) -> Array:
+        """``canvas`` [R, S] with the positions for which ``where`` bool [N] holds replaced from ``packed`` [N]."""
+        place = jnp.where(where, self.position, canvas.shape[1])
+        return canvas.at[self.row, place].set(packed, mode="drop")
 
 
 def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
@@ -94,7 +96,7 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
         canvas: S.
     """
     N, T = bucket.packed, bucket.tile
-    width = jnp.where(rows.live, rows.length - rows.cached, 0)
+    width = jnp.where(rows.live, rows.end - rows.start, 0)
     older = rows.arrival[None, :] <= rows.arrival[:, None]
     width = jnp.where(jnp.sum(jnp.where(older, width[None, :], 0), axis=1) <= N, width, 0)
     end = running_sum(width)
@@ -102,7 +104,7 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
     index = jnp.arange(N, dtype=jnp.int32)
     row = _owner(end, index)
     offset = index - start[row]
-    position = jnp.clip(rows.cached[row] + offset, 0, canvas - 1)
+    position = jnp.clip(rows.start[row] + offset, 0, canvas - 1)
 
     further = jnp.maximum(-(-width // T) - 1, 0)
     further_end = running_sum(further)
@@ -115,6 +117,7 @@ def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
     slot = jnp.where(number > 0, bucket.rows + further_start[row] + number - 1, row)
     return Packing(
         width=width,
+        first=start,
         row=row,
         position=position,
         valid=index < end[-1],
@@ -132,14 +135,15 @@ def _owner(end: Array, index: Array) -> Array:
 
 
 def visible_end(rows: Rows, row: Array, position: Array) -> Array:
-    """The block-causal mask as one number a position, int32 [N]: it sees the canvas positions below its end, which are
-    those of its own block and of the blocks before it; the prompt is block 0 (semantics section 2). Positions past
-    ``length`` are seen by nobody.
+    """The attention mask as one number a position, int32 [N]: it sees the canvas positions below its end. Of a
+    pipelined row these are its own block and the blocks before it, the prompt being block 0 (semantics section 2);
+    otherwise the whole canvas. Positions past ``length`` are seen by nobody.
 
     Args:
         row, position: int32 [N].
     """
-    return jnp.minimum(block_end(rows, row, position), rows.length[row])
+    end = jnp.where(rows.pipelined[row], block_end(rows, position, row), rows.length[row])
+    return jnp.minimum(end, rows.length[row])
 
 
 MOST_SCORES = 1 << 26

@@ -1,4 +1,5 @@
-"""LLaDA (a bidirectional Llama with OLMo's names): which weights it has, and its arithmetic.
+"""LLaDA (a bidirectional Llama) and Dream (a bidirectional Qwen2): which weights they have, and their arithmetic, which
+is one, with biases here and there. That Dream's logits are shifted is for whoever decodes them.
 
 ``LLaDA`` is the Flax module that says which weights exist, in which shape, and how they are initialised; conversion and
 training start from it. The arithmetic is pure functions over a flat dict of its leaves, ``layers.3.q`` and so on: one
@@ -58,7 +59,7 @@ def weight_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class LLaDA(nnx.Module):
-    """The weights of a LLaDA as Flax parameters, initialised for training from scratch: matrices at 1/sqrt(fan-in),
+    """The weights of a model as Flax parameters, initialised for training from scratch: matrices at 1/sqrt(fan-in),
     embeddings at 0.5, the head at 0.3/sqrt(fan-in), norms at one, biases at zero."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):

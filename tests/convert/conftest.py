@@ -1,4 +1,4 @@
-"""A tiny LLaDA checkpoint and adapters for it, written with the safetensors library, and the converter's command."""
+"""Tiny checkpoints and adapters for them, written with the safetensors library, and the converter's command."""
 
 import json
 import math
@@ -29,14 +29,29 @@ TINY = {
     "eos_token_id": 151,
     "pad_token_id": 151,
 }
+DREAM = {
+    "model_type": "Dream",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "mask_token_id": 155,
+    "eos_token_id": 151,
+    "pad_token_id": 151,
+}
 D2F_TARGETS = ["q_proj", "k_proj", "v_proj", "attn_out"]
 
 
 class Base:
     """A checkpoint folder: its configuration and its tensors as numpy arrays."""
 
-    def __init__(self, folder: Path, dtype=np.float32, **changes):
-        self.folder, self.hf = folder, {**TINY, **changes}
+    def __init__(self, folder: Path, hf: dict, dtype=np.float32):
+        self.folder, self.hf = folder, hf
         rng = np.random.default_rng(0)
         self.weights = weights(model_config(self.hf))
         self.tensors = {}
@@ -109,7 +124,13 @@ def read_weight(checkpoint: Path, name: str) -> np.ndarray:
 @pytest.fixture
 def base(tmp_path):
     """Base(...) in a folder of its own: ``base(dtype=..., n_kv_heads=2).write()``."""
-    return lambda dtype=np.float32, **changes: Base(tmp_path / "base", dtype, **changes)
+    return lambda dtype=np.float32, **changes: Base(tmp_path / "base", {**TINY, **changes}, dtype)
+
+
+@pytest.fixture
+def dream(tmp_path):
+    """The same of a Dream."""
+    return lambda dtype=np.float32, **changes: Base(tmp_path / "base", {**DREAM, **changes}, dtype)
 
 
 @pytest.fixture

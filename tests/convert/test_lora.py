@@ -236,10 +236,17 @@ def test_g13_target_ff_out_means_head_and_down_projections_each_in_its_place(bas
     _check(made, tmp_path / "out", read, dict.fromkeys(_modules(made), 2.0))
 
 
-def test_the_published_d2f_adapter_fits_llada_8b(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "lora", "layers", "shapes"),
+    [
+        ("llada-8b", "d2f-llada-lora", 32, {(4096, 4096)}),
+        ("dream-7b", "d2f-dream-lora", 28, {(3584, 3584), (512, 3584)}),
+    ],
+)
+def test_the_published_d2f_adapters_fit_their_models(tmp_path, model, lora, layers, shapes):
     """Names and shapes of the real files; tensors of one r are faked by a sparse file."""
-    base = json.loads((LAYOUTS / "llada-8b.json").read_text())
-    layout = json.loads((LAYOUTS / "d2f-llada-lora.json").read_text())
+    base = json.loads((LAYOUTS / f"{model}.json").read_text())
+    layout = json.loads((LAYOUTS / f"{lora}.json").read_text())
     config = {key: layout[key] for key in ("r", "lora_alpha", "target_modules")}
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
     header, offset = {}, 0
@@ -252,8 +259,9 @@ def test_the_published_d2f_adapter_fits_llada_8b(tmp_path):
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + offset)
     found = open_adapter(tmp_path, names.weights(model_config(base["config"])), tied=False)
-    assert len(found.changes) == 128
-    assert all(change.shape == (4096, 4096) and change.scale == 1.0 for change in found.changes.values())
+    assert len(found.changes) == 4 * layers
+    assert {change.shape for change in found.changes.values()} == shapes
+    assert {change.scale for change in found.changes.values()} == {1.0}
 
 
 def test_adapter_of_another_base_is_noted(base, adapter, run, tmp_path):

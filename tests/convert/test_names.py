@@ -26,18 +26,27 @@ LAYOUTS = Path(__file__).parents[1] / "data" / "golden" / "real_layouts"
     ],
 )
 def test_the_table_names_exactly_the_weights_of_the_model(base, changes):
-    made = base(**changes)
+    _check_table(base(**changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": None}, {"tie_word_embeddings": True}])
+def test_so_does_the_table_of_dream(dream, changes):
+    _check_table(dream(**changes))
+
+
+def _check_table(made):
     ours = {weight.name: weight.stored_shape for weight in made.weights}
     theirs = llada.abstract_params(model_config(made.hf), jnp.float32)
     assert list(ours) == list(llada.weight_shapes(model_config(made.hf)))
     assert ours == {name: leaf.shape for name, leaf in theirs.items()}
 
 
-def test_llada_8b_layout():
-    layout = json.loads((LAYOUTS / "llada-8b.json").read_text())
+@pytest.mark.parametrize(("name", "groups"), [("llada-8b", 32 + 3), ("dream-7b", 28 + 3)])
+def test_real_layouts(name, groups):
+    layout = json.loads((LAYOUTS / f"{name}.json").read_text())
     wanted = names.weights(model_config(layout["config"]))
-    names.check(wanted, {name: tuple(shape) for name, shape in layout["tensors"].items()}, "llada-8b")
-    assert len({weight.group for weight in wanted}) == 35  # 32 layers, embedding, norm, head
+    names.check(wanted, {name: tuple(shape) for name, shape in layout["tensors"].items()}, name)
+    assert len({weight.group for weight in wanted}) == groups  # the layers, embedding, norm, head
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed(base):

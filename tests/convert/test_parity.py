@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm import tokenizer
 from jdllm.checkpoint import load
 from jdllm.convert import __main__ as command
 from jdllm.models import llada
@@ -16,9 +17,7 @@ FORWARD = jax.jit(llada.logits, static_argnums=1)
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 CASES = {
-    entry["name"]: entry
-    for entry in MANIFEST["logits"]
-    if str(entry.get("model")).startswith("llada") and entry["kind"] in ("full_bidirectional", "block_causal")
+    entry["name"]: entry for entry in MANIFEST["logits"] if entry["kind"] in ("full_bidirectional", "block_causal")
 }
 
 
@@ -54,8 +53,17 @@ def test_golden_logits(converted, name):
 
 
 def test_all_golden_cases_are_there():
-    assert len(CASES) == 8
-    assert {entry["adapter"] for entry in CASES.values()} == {None, "llada-tiny-d2f-lora", "llada-tiny-gqa-lora"}
+    assert len(CASES) == 12
+    pairs = {"llada-tiny": "d2f-lora", "llada-tiny-gqa": "lora", "dream-tiny": "d2f-lora"}
+    names = {*pairs, *(f"{model}-{lora}" for model, lora in pairs.items())}
+    assert {entry["adapter"] or entry["model"] for entry in CASES.values()} == names
+
+
+def test_a_converted_dream_keeps_its_tokenizer(converted):
+    checkpoint = converted("dream-tiny", None)
+    words = tokenizer.load(checkpoint.path, checkpoint.config)
+    case = MANIFEST["tokenizers"]["dream-tiny"]["chat"][0]
+    assert words.encode_chat(case["messages"]) == case["ids"]
 
 
 def test_g12_rotary_halves_against_a_plain_numpy_forward(base, run, tmp_path):

@@ -69,7 +69,7 @@ def test_alone(golden, model, adapter):
         rows, a = [], trace.arrays
         for n in range(trace.nfe):
             cached, length, settled = (
-                int(getattr(engine.state.rows, name)[0]) for name in ("cached", "length", "settled")
+                int(getattr(engine.state.rows, name)[0]) for name in ("start", "length", "settled")
             )
             assert (cached, length - cached, settled - cached) == (
                 a["cache_length"][n],

@@ -19,7 +19,7 @@ def play(decode, prompt=3, token=7, probability=0.99, length=LENGTH, passes=PASS
     engine = scripted_engine(1, shape[2], shape[1])
     engine.play(Script(np.broadcast_to(token, shape), np.broadcast_to(probability, shape)))
     history = run(engine, [([5] * prompt, decode)])[0]
-    forwards = [(s["cached"], len(s["x"]) - s["cached"], s["settled"]) for s in history if s["live"]]
+    forwards = [(s["start"], len(s["x"]) - s["start"], s["settled"]) for s in history if s["live"]]
     return forwards, history[-1]["x"][prompt:], history[-1]["nfe"]
 
 

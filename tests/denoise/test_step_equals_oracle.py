@@ -44,7 +44,7 @@ def as_state(view: View) -> dict:
     return {
         "live": view.live,
         "x": view.x,
-        "cached": view.cache_length,
+        "start": view.cache_length,
         "settled": view.cache_length + view.written,
         "nfe": view.nfe,
         "stopped": view.eos,
@@ -64,7 +64,7 @@ def test_every_field_before_every_pass(steps, requests, seed, eos_share):
         if steps == 1:
             assert history[:-1] == wanted[:-1]
         final, end = history[-1], wanted[-1]
-        for name in ("live", "x", "cached", "nfe", "stopped"):
+        for name in ("live", "x", "start", "nfe", "stopped"):
             assert final[name] == end[name]
 
 

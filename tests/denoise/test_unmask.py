@@ -2,26 +2,28 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripted import SCRIPT_MODEL
 
 from jdllm.config import CONFIDENCES, DecodeConfig
-from jdllm.denoise.state import Rows, row_numbers
+from jdllm.denoise.request import request
+from jdllm.denoise.state import Rows, unpack_numbers
 from jdllm.denoise.unmask import accepted, candidates
 
 
 def one_row(nfe: int = 0, **settings) -> Rows:
-    rows = dataclasses.replace(row_numbers(1, DecodeConfig(**settings), SCRIPT_MODEL), nfe=np.int32(nfe))
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], rows)
+    asked = request([1], DecodeConfig(**settings), SCRIPT_MODEL, 256)
+    rows = unpack_numbers(jnp.asarray(asked.progress)[None], jnp.asarray(asked.settings)[None])
+    return dataclasses.replace(rows, nfe=jnp.array([nfe]))
 
 
 def find(logits, rows, mask_id=-1, positions=None):
     m = len(logits)
     positions = jnp.arange(m) if positions is None else positions
-    return tuple(np.asarray(x) for x in candidates(jnp.asarray(logits), rows, jnp.zeros(m, int), positions, mask_id))
+    found = candidates(jnp.asarray(logits), rows, jnp.zeros(m, int), positions, mask_id)
+    return tuple(np.asarray(x) for x in found[:3])
 
 
 @pytest.mark.parametrize(("key", "settings"), [("c0", {}), ("c1", {"top_k": 5}), ("c2", {"top_p": 0.7})])
@@ -97,23 +99,40 @@ def test_ties_go_to_the_lowest_token_id():
     np.testing.assert_array_equal(token, 0)
 
 
-def decide(masked, block, previous, spare, sure, confidence):
-    given = (jnp.asarray(x) for x in (masked, block, previous, spare, sure, confidence))
+def decide(masked, block, activated, sure, confidence, count=1, factor=0.0):
+    n = len(masked)
+    given = (jnp.asarray(x) for x in (masked, block, activated, sure, confidence, [count] * n, [factor] * n))
     return np.asarray(accepted(*given, blocks=64)).tolist()
 
 
 def test_b13_ties_go_to_the_lowest_position():
-    chosen = decide([True] * 5, [0] * 5, [-1] * 5, [0] * 5, [False] * 5, [0.5, 0.9, 0.9, 0.9, 0.1])
-    assert chosen == [False, True, False, False, False]
+    confidence = [0.5, 0.9, 0.9, 0.9, 0.1]
+    assert decide([True] * 5, [0] * 5, [True] * 5, [False] * 5, confidence) == [False, True, False, False, False]
+    assert decide([True] * 5, [0] * 5, [True] * 5, [False] * 5, confidence, count=2) == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_case_11_semi_activated_block():
-    """A block whose predecessor is not decoded enough commits nothing, or exactly what is sure."""
-    masked, block, previous = [True] * 6, [8, 8, 12, 12, 12, 12], [-1, -1, 8, 8, 8, 8]
+    """A block that is not activated commits nothing, or exactly what is sure."""
+    masked, block = [True] * 6, [8, 8, 12, 12, 12, 12]
     confidence = [0.1, 0.2, 0.8, 0.7, 0.6, 0.5]
-    spare = [1] * 6  # block 12 is activated once block 8 has at most one mask; it has two
-    assert decide(masked, block, previous, spare, [False] * 6, confidence) == [False, True] + [False] * 4
+    activated = [True] * 2 + [False] * 4
+    assert decide(masked, block, activated, [False] * 6, confidence) == [False, True] + [False] * 4
     sure = [False] * 3 + [True] + [False] * 2
-    assert decide(masked, block, previous, spare, sure, confidence) == [False, True, False, True, False, False]
-    spare = [2] * 6
-    assert decide(masked, block, previous, spare, [False] * 6, confidence) == [False, True, True, False, False, False]
+    assert decide(masked, block, activated, sure, confidence) == [False, True, False, True, False, False]
+    assert decide(masked, block, [True] * 6, [False] * 6, confidence) == [False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("confidence", "wanted"), [([0.9, 0.6, 0.2], 1), ([0.9, 0.8, 0.2], 3), ([0.9, 0.8], 2)])
+def test_case_20_factor(confidence, wanted):
+    """Factor 1: demanded are nothing, 2/3, 3/4; a failure at the last rank alone is taken as well."""
+    n = len(confidence)
+    order = np.random.default_rng(0).permutation(n)
+    given = np.array(confidence)[order]
+    chosen = decide([True] * n, [3] * n, [True] * n, [False] * n, given.tolist(), factor=1.0)
+    assert sorted(given[np.array(chosen)], reverse=True) == confidence[:wanted]

@@ -34,21 +34,19 @@ class Script:
         return at
 
 
-def scripted_head(params, rows, packing, hidden, here, model):
-    at = (packing.row, jnp.minimum(rows.nfe[packing.row], params["script.token"].shape[1] - 1), packing.position)
-    return tuple(params[f"script.{name}"][at] for name in ("token", "probability", "confidence"))
+def scripted_candidates(logits, rows, row, position, mask_id, unused):
+    """The table instead of the logits; ``unused`` carries it, as the only weight that reaches here."""
+    at = (row, jnp.minimum(rows.nfe[row], unused["token"].shape[1] - 1), position)
+    token, probability, confidence = (unused[name][at] for name in ("token", "probability", "confidence"))
+    return token, probability, confidence, jnp.log(probability)
 
 
 class ScriptedEngine(Engine):
     """An engine of one bucket whose model reads a Script."""
 
     def play(self, script: Script) -> None:
-        self.params = {
-            **self.params,
-            "script.token": jnp.asarray(script.token),
-            "script.probability": jnp.asarray(script.probability),
-            "script.confidence": jnp.asarray(script.confidence),
-        }
+        table = {name: jnp.asarray(getattr(script, name)) for name in ("token", "probability", "confidence")}
+        self.params = {**self.params, "unused": table}
         self.reset()
 
 
@@ -76,15 +74,15 @@ def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed:
     engine.buckets = [Bucket(rows, packed or rows * length, steps)]
     blank = np.zeros((rows, passes, length))
     engine.play(Script(blank, blank))
-    original, step_module._head = step_module._head, scripted_head
+    original, step_module.candidates = step_module.candidates, scripted_candidates
     try:
         engine.compile()
     finally:
-        step_module._head = original
+        step_module.candidates = original
     return engine
 
 
-PROGRESS = ("live", "length", "cached", "settled", "nfe", "stopped")
+PROGRESS = ("live", "length", "start", "settled", "nfe", "stopped")
 
 
 def run(engine: Engine, requests: Sequence[tuple[list[int], DecodeConfig]]) -> list[dict]:

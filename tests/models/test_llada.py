@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jdllm.config import DecodeConfig
-from jdllm.denoise.state import empty_state, row_numbers
+from jdllm.denoise.request import request
+from jdllm.denoise.state import empty_state
 from jdllm.denoise.step import _forward
 from jdllm.denoise.window import Bucket, pack
 from jdllm.models import llada
@@ -69,16 +70,18 @@ def test_cached_windows(golden):
         state = empty_state(cfg, 1, S, jnp.float32)
         for i, stage in enumerate(settings["stages"]):
             whole = np.ravel(a[f"s{i}_whole_sequence"])
-            rows = dataclasses.replace(
-                row_numbers(settings["prompt_length"], decode, cfg),
-                length=np.int32(stage["input_end"]),
-                cached=np.int32(stage["input_start"]),
+            asked = request(whole[: settings["prompt_length"]].tolist(), decode, cfg, S)
+            state = dataclasses.replace(
+                state,
+                progress=asked.progress[None],
+                settings=asked.settings[None],
+                tokens=jnp.full((1, S), cfg.mask_id).at[0, : len(whole)].set(whole),
             )
-            rows = type(rows)(**{f.name: jnp.asarray(getattr(rows, f.name))[None] for f in dataclasses.fields(rows)})
-            tokens = jnp.full((1, S), cfg.mask_id).at[0, : len(whole)].set(whole)
+            length, start = np.array([stage["input_end"]]), np.array([stage["input_start"]])
+            rows = dataclasses.replace(state.rows, length=length, end=length, start=start)
             bucket = Bucket(1, S)
             packing = pack(rows, bucket, S)
-            hidden, keys, values = _forward(params, state, tokens, packing, cfg)
+            hidden, keys, values = _forward(params, state, rows, packing, cfg)
             state = dataclasses.replace(state, keys=keys, values=values)
             width = stage["input_end"] - stage["input_start"]
             actual = np.asarray(llada.head(params, cfg, hidden[:width]))

@@ -90,7 +90,9 @@ class ScriptEngine:
         self.rows, self.report = {}, []
         self.resets += 1
 
-    def insert(self, slot: int, handle: object, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
+    def insert(
+        self, slot: int, handle: object, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
+    ) -> None:
         assert slot not in self.rows, "the slot is taken"
         assert len(prompt_ids) + decode.max_tokens <= self.length and decode.max_tokens > 0
         tokens = np.full(self.length, MASK, np.int32)
