@@ -1,4 +1,4 @@
-"""python -m benchmarks.step: milliseconds per denoising step, jdllm beside eager PyTorch.
+"""python -m benchmarks.step: milliseconds per denoising step, jdllm beside eager PyTorch, official and tuned.
 
 Both decode the same requests with the same float32 weights in one process; tokens, forward passes and needed positions
 must be equal or the run fails. Only stepping is timed: requests are put into their slots before. A step of a batch is
@@ -83,12 +83,11 @@ def count_work(case: Case, requests: Sequence[TorchRequest]) -> Work:
 
 
 class PyTorch:
-    """The eager loop on the requests of one batch."""
+    """The eager loop on the requests of one batch, as the official code runs it or tuned (benchmarks.torch_loop)."""
 
-    name = "pytorch"
-
-    def __init__(self, case: Case, requests: Sequence[Request]):
-        self.network = TorchModel(case.params, case.model)
+    def __init__(self, case: Case, requests: Sequence[Request], tuned: bool = False):
+        self.name = "pytorch, tuned" if tuned else "pytorch"
+        self.network = TorchModel(case.params, case.model, tuned)
         self.asked = requests
         self.requests: list[TorchRequest] = []
 
@@ -216,6 +215,8 @@ def measure(case: Case, batch: int, peak: float, seconds: float, most: int) -> l
     contenders: list[Contender] = [Jdllm(case, requests, work)]
     if case.name == "tiny" and batch == 1:
         contenders.append(Jdllm(case, requests, work, steps_per_dispatch=4))
+    if batch == 1:
+        contenders.append(PyTorch(case, requests, tuned=True))
     for contender in contenders:
         contender.prepare()
         contender.run()

@@ -6,9 +6,10 @@ values are concatenated, attention is ``scaled_dot_product_attention`` with an a
 are a softmax over the vocabulary. Several requests are several such loops that take turns: one forward pass per request
 and step.
 
-Where it departs from the official code it is the faster one, so that the comparison is fair: no gradient bookkeeping,
-the adapter is merged, keys are cached rotated, the norm is PyTorch's own, the head runs from the first active block on,
-the bias is made once per request. Greedy only.
+As in the official code, keys are cached as they are and the whole of them is rotated in every pass, the norm is written
+out, and the head runs on the whole input. Where it departs from it, it is the faster one: no gradient bookkeeping, the
+adapter is merged, the bias is made once per request. ``tuned`` goes further, to what the same loop could be in eager
+PyTorch: keys are cached rotated, the norm is PyTorch's own, the head runs from the first active block on. Greedy only.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from torch import Tensor
 from jdllm.config import DecodeConfig, ModelConfig
 
 Cache = list[tuple[Tensor, Tensor]]
-"""Rotated keys and values of each layer, [1, K, cached, H]."""
+"""Keys (rotated if tuned) and values of each layer, [1, K, cached, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,11 @@ class TorchModel:
 
     Args:
         params: name -> float32 array, matrices [in, out].
+        tuned: leave out what the official code does twice.
     """
 
-    def __init__(self, params: Mapping[str, np.ndarray], model: ModelConfig):
-        self.model = model
+    def __init__(self, params: Mapping[str, np.ndarray], model: ModelConfig, tuned: bool = False):
+        self.model, self.tuned = model, tuned
         # F.linear wants [out, in].
         tensors = {n: torch.from_numpy(np.array(w)) for n, w in params.items()}
         self.params = {n: t.T.contiguous() if t.ndim == 2 and n != "embed" else t for n, t in tensors.items()}
@@ -68,6 +70,7 @@ class TorchModel:
         cfg, length = self.model, len(ids)
         cached = past[0][0].shape[2] if past else 0
         cos, sin = self.cos[cached : cached + length], self.sin[cached : cached + length]
+        all_cos, all_sin = self.cos[: cached + length], self.sin[: cached + length]
         x = F.embedding(ids[None], self.params["embed"])  # [1, T, D]
         if cfg.input_emb_norm:
             x = x * cfg.d_model**0.5
@@ -76,24 +79,32 @@ class TorchModel:
         for i, p in enumerate(self.layers):
             h = self._norm(x, p, "attn_norm")
             q = rotate(_heads(F.linear(h, p["q"], p.get("q_bias")), cfg.n_heads), cos, sin)
-            k = rotate(_heads(F.linear(h, p["k"], p.get("k_bias")), cfg.n_kv_heads), cos, sin)
+            k = _heads(F.linear(h, p["k"], p.get("k_bias")), cfg.n_kv_heads)
+            k = rotate(k, cos, sin) if self.tuned else k
             v = _heads(F.linear(h, p["v"], p.get("v_bias")), cfg.n_kv_heads)
             if past:
                 k, v = torch.cat((past[i][0], k), dim=2), torch.cat((past[i][1], v), dim=2)
             present.append((k, v))
+            k = k if self.tuned else rotate(k, all_cos, all_sin)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
             out = out.transpose(1, 2).reshape(1, length, cfg.n_heads * cfg.head_dim)
             x = x + F.linear(out, p["attn_out"], p.get("attn_out_bias"))
             h = self._norm(x, p, "ff_norm")
             gate = F.silu(F.linear(h, p["gate"], p.get("gate_bias")))
             x = x + F.linear(gate * F.linear(h, p["up"], p.get("up_bias")), p["down"], p.get("down_bias"))
-        h = self._norm(x[0, head_from:], self.params, "norm")
+        h = self._norm(x[0, head_from:] if self.tuned else x[0], self.params, "norm")
         kernel = self.params["embed"] if cfg.weight_tying else self.params["head"]
         logits = F.linear(h, kernel, self.params.get("head_bias"))
+        logits = logits if self.tuned else logits[head_from:]
         return (logits * cfg.d_model**-0.5 if cfg.scale_logits else logits), present
 
     def _norm(self, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
-        out = F.rms_norm(x, (x.shape[-1],), p[name], self.model.rms_norm_eps)
+        if self.tuned:
+            out = F.rms_norm(x, (x.shape[-1],), p[name], self.model.rms_norm_eps)
+        else:
+            wide = x.to(torch.float32)
+            variance = wide.pow(2).mean(-1, keepdim=True)
+            out = p[name] * (wide * torch.rsqrt(variance + self.model.rms_norm_eps)).to(x.dtype)
         return out if f"{name}_bias" not in p else out + p[f"{name}_bias"]
 
 

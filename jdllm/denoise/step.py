@@ -5,6 +5,8 @@ insertion), which is the references' order seen from the other side of the loop;
 next window.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +14,7 @@ from jax import Array
 from jdllm.config import ModelConfig
 from jdllm.denoise.blocks import block_end, block_start, decided_end, first, masked, newest_block_decoded
 from jdllm.denoise.state import PROGRESS, REPORT_FIELDS, Rows, State, pack_numbers, unpack_numbers
-from jdllm.denoise.unmask import Found, accepted, candidates
+from jdllm.denoise.unmask import Found, accepted, candidates, is_special, most_probable
 from jdllm.denoise.window import Bucket, Packing, pack, window_attention
 from jdllm.models import llada
 from jdllm.models.layers import rope_tables
@@ -112,8 +114,8 @@ def _tokens(state: State, rows: Rows, packing: Packing, model: ModelConfig) -> A
     return jnp.where(hidden, model.mask_id, state.tokens[source, position])
 
 
-MIN_HEAD = 16
-"""The head runs on at least this many positions at a time."""
+HEAD = 16
+"""The head runs on at least this many positions at a time; on positions of special rows, on as many."""
 
 MOST_LOGITS = 1 << 25
 """Logits (float32 numbers) held at once: 128 MB. The vocabulary of LLaDA-8B then takes 265 positions at a time."""
@@ -125,29 +127,46 @@ def _head(
     """Candidates of every position to be decided, arrays [N] (rubbish elsewhere), and which these are, bool [N].
 
     The output head runs on these positions only, packed once more, a quarter of N and no more than MOST_LOGITS at a
-    time: as many times as they need."""
+    time: as many times as they need. What special rows ask for is worked out a few positions at a time, in a second
+    round of theirs alone: it takes several arrays of the size of the logits, and a plain row reads the same numbers
+    whatever its neighbours ask for."""
     row, position = packing.row, packing.position
     here = packing.valid & masked(rows, state.tokens[: rows.live.shape[0]], model.mask_id)[row, position]
     here &= position < decided_end(rows)[row]
     here &= ~(rows.first_alone & (rows.passes == 0))[row] | (position == rows.block[row])
     here &= rows.owner[row] == row
-    N = hidden.shape[0]
-    M = min(N, max(MIN_HEAD, min(N // 4, MOST_LOGITS // model.vocab_size)))
-    rank = jnp.cumsum(here, dtype=jnp.int32)
+    logits = lambda source: _logits(params, state, rows, packing, hidden, source, model)
+    N, special = hidden.shape[0], is_special(rows)[row]
+    M = min(N, max(HEAD, min(N // 4, MOST_LOGITS // model.vocab_size)))
+    number = jnp.zeros(N, jnp.float32)
+    found = (jnp.zeros(N, jnp.int32), number, number, number)
+
+    def plain(source: Array) -> Found:
+        return most_probable(logits(source), model.mask_id)
+
+    def other(source: Array) -> Found:
+        return candidates(logits(source), rows, row[source], position[source], model.mask_id, params.get("unused"))
+
+    found = _packed(plain, here & ~special, M, found)
+    return _packed(other, here & special, min(N, HEAD), found), here
+
+
+def _packed(find: Callable[[Array], Found], where: Array, size: int, found: Found) -> Found:
+    """``found`` [N] with what ``find`` says of the positions ``where`` bool [N], ``size`` at a time.
+
+    Args:
+        find: packed positions int32 [M] -> Found.
+    """
+    N = where.shape[0]
+    rank = jnp.cumsum(where, dtype=jnp.int32)
 
     def some(i: Array, found: Found) -> Found:
-        wanted = i * M + jnp.arange(1, M + 1, dtype=jnp.int32)
-        source = jnp.minimum(jnp.searchsorted(rank, wanted, method="compare_all"), N - 1)
-        logits = _logits(params, state, rows, packing, hidden, source, model)
-        new = candidates(logits, rows, row[source], position[source], model.mask_id, params.get("unused"))
-        put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (i * M,))
-        return jax.tree.map(put, found, new)
+        wanted = i * size + jnp.arange(1, size + 1, dtype=jnp.int32)
+        source = jnp.searchsorted(rank, wanted, method="compare_all")  # N behind the last
+        new = find(jnp.minimum(source, N - 1))
+        return jax.tree.map(lambda x, y: x.at[source].set(y, mode="drop"), found, new)
 
-    room = -(-N // M) * M
-    number = jnp.zeros(room, jnp.float32)
-    found = (jnp.zeros(room, jnp.int32), number, number, number)
-    found = some(jnp.int32(0), found) if N == M else jax.lax.fori_loop(0, -(-rank[-1] // M), some, found)
-    return jax.tree.map(lambda x: x[jnp.maximum(rank - 1, 0)], found), here
+    return jax.lax.fori_loop(0, -(-rank[-1] // size), some, found)
 
 
 def _logits(

@@ -16,10 +16,28 @@ Found = tuple[Array, Array, Array, Array]
 and filters, float32 [M] each."""
 
 
+def most_probable(logits: Array, mask_id: int) -> Found:
+    """Candidates of plain rows: greedy, no filter, ranked by probability.
+
+    Args:
+        logits: float32 [M, V].
+    """
+    token = _first_highest(_without(logits, mask_id))
+    logprob = _chosen(logits, token) - jax.nn.logsumexp(logits, axis=1)
+    probability = jnp.exp(logprob)
+    return token, probability, probability, logprob
+
+
+def is_special(rows: Rows) -> Array:
+    """bool [R]: rows with a temperature, a filter, a ban, or another ranking than by probability."""
+    special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0) | rows.chance
+    return special | (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | jnp.any(rows.demoted_ids >= 0, axis=1)
+
+
 def candidates(
     logits: Array, rows: Rows, row: Array, position: Array, mask_id: int, unused: Array | None = None
 ) -> Found:
-    """Candidates of some masked positions (reference: ``sample_tokens``, and LLaDA's generate.py).
+    """Candidates of any rows (reference: ``sample_tokens``, and LLaDA's generate.py).
 
     The order is temperature, top-p, top-k, softmax over the whole vocabulary; at temperature 0 the most probable token,
     else a sample whose random numbers depend on (seed, step, position) alone.
@@ -29,41 +47,27 @@ def candidates(
         row, position: int32 [M].
         unused: bool [V], ids that stand for no token, which are never sampled; None: all stand for one.
     """
-    token = _first_highest(_without(logits, mask_id))
-    chosen, total = _chosen(logits, token), jax.nn.logsumexp(logits, axis=1)
-    probability = jnp.exp(chosen - total)
-    plain = (token, probability, probability, chosen - total)
-    special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0) | rows.chance
-    special |= (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | (jnp.max(rows.demoted_ids, axis=1) >= 0)
-
-    def other() -> Found:
-        token, probability, confidence = _special(logits, rows, row, position, mask_id, unused)
-        return token, probability, confidence, _chosen(logits, token) - total
-
-    # A plain row reads the values above whatever its neighbours ask for, so they cannot change a bit of it.
-    found = jax.lax.cond(jnp.any(rows.live & special), other, lambda: plain)
-    return jax.tree.map(lambda a, b: jnp.where(special[row], a, b), found, plain)
-
-
-def _special(
-    logits: Array, rows: Rows, row: Array, position: Array, mask_id: int, unused: Array | None
-) -> tuple[Array, Array, Array]:
-    """``candidates`` for rows with a temperature, a filter, a ban, or another ranking than by probability."""
     temperature, ids = rows.temperature[row], jnp.arange(logits.shape[1])
+    total = jax.nn.logsumexp(logits, axis=1)
     # Shifted first: however small the temperature, the favourite stays at 0 and nothing becomes inf - inf.
-    logits = logits - jnp.max(logits, axis=1, keepdims=True)
-    logits = jnp.where(ids == rows.banned_id[row, None], -jnp.inf, logits)
-    tempered = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
+    shifted = logits - jnp.max(logits, axis=1, keepdims=True)
+    shifted = jnp.where(ids == rows.banned_id[row, None], -jnp.inf, shifted)
+    tempered = shifted / jnp.where(temperature > 0, temperature, 1)[:, None]
     best = _first_highest(_without(tempered, mask_id))
-    filtered = _filtered(tempered, rows.top_p[row], rows.top_k[row], best)
-    sampled = _noised(_without(filtered, mask_id), rows, row, position)
+    filters = jnp.any((rows.top_p[row] < 1) | (rows.top_k[row] > 0))
+    filtered = jax.lax.cond(
+        filters, lambda: _filtered(tempered, rows.top_p[row], rows.top_k[row], best), lambda: tempered
+    )
+    allowed = _without(filtered, mask_id)
     if unused is not None:
-        sampled = jnp.where(unused & (temperature > 0)[:, None], -jnp.inf, sampled)
-    token = _first_highest(sampled)
+        allowed = jnp.where(unused & (temperature > 0)[:, None], -jnp.inf, allowed)
+    sample = lambda: _first_highest(_noised(allowed, rows, row, position))
+    token = jax.lax.cond(jnp.any(temperature > 0), sample, lambda: _first_highest(allowed))
     demoted = jnp.any(ids == rows.demoted_ids[row][:, :, None], axis=1)
-    measured = jnp.where(demoted, -jnp.inf, jnp.where(rows.untempered[row, None], logits, filtered))
+    measured = jnp.where(demoted, -jnp.inf, jnp.where(rows.untempered[row, None], shifted, filtered))
     probability = jnp.exp(_chosen(measured, token) - jax.nn.logsumexp(measured, axis=1))
-    return token, probability, _confidence(measured, probability, rows, row, position)
+    confidence = _confidence(measured, probability, rows, row, position)
+    return token, probability, confidence, _chosen(logits, token) - total
 
 
 def _first_highest(x: Array) -> Array:
@@ -84,19 +88,17 @@ def _without(logits: Array, token: int) -> Array:
 def _filtered(logits: Array, top_p: Array, top_k: Array, always: Array) -> Array:
     """Logits outside top-p, then outside top-k of what is left, at -inf. The token that crosses top_p stays; ties with
     the k-th largest stay; token ``always`` [M] stays, so that a candidate is left when the mask id is the favourite."""
-    best = jnp.arange(logits.shape[1]) == always[:, None]
-    vocabulary = logits.shape[1]
-    order = jnp.argsort(-logits, axis=1, stable=True)
-    descending = jnp.take_along_axis(logits, order, axis=1)
-    mass = jnp.cumsum(jax.nn.softmax(descending, axis=1), axis=1)
-    unfiltered = logits
-    kept = jnp.pad(mass[:, :-1] <= top_p[:, None], ((0, 0), (1, 0)), constant_values=True) | (top_p >= 1)[:, None]
-    rank = jnp.argsort(order, axis=1)
-    logits = jnp.where(jnp.take_along_axis(kept, rank, axis=1), logits, -jnp.inf)
-    descending = jnp.where(kept, descending, -jnp.inf)
-    last = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary) - 1
-    logits = jnp.where(logits < jnp.take_along_axis(descending, last[:, None], axis=1), -jnp.inf, logits)
-    return jnp.where(best, unfiltered, logits)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    negative, order = jax.lax.sort((-logits, jnp.broadcast_to(ids, logits.shape)), num_keys=1)
+    mass = jnp.cumsum(jax.nn.softmax(-negative, axis=1), axis=1)
+    within = (mass[:, :-1] <= top_p[:, None]) | (top_p >= 1)[:, None]
+    kept = 1 + jnp.sum(jnp.cumprod(within, axis=1), axis=1)  # how many of the descending logits
+    at = lambda x, place: jnp.take_along_axis(x, place[:, None], axis=1)
+    last, last_id = -at(negative, kept - 1), at(order, kept - 1)
+    keep = (logits > last) | ((logits == last) & (ids <= last_id))
+    limit = jnp.where((top_k > 0) & (top_k <= kept), top_k, kept)
+    keep &= logits >= -at(negative, limit - 1)
+    return jnp.where(keep | (ids == always[:, None]), logits, -jnp.inf)
 
 
 def _keys(rows: Rows, row: Array, position: Array, stream: int) -> Array:
@@ -113,12 +115,13 @@ def _noised(logits: Array, rows: Rows, row: Array, position: Array) -> Array:
 
 def _confidence(logits: Array, probability: Array, rows: Rows, row: Array, position: Array) -> Array:
     p = jax.nn.softmax(logits, axis=1)
-    top = jax.lax.top_k(p, 2)[0]
+    first = _first_highest(p)
+    second = jnp.max(jnp.where(jnp.arange(p.shape[1]) == first[:, None], 0, p), axis=1)
     neg_entropy = jnp.sum(p * jnp.log(p + 1e-10), axis=1)
     chance, noise = jax.vmap(lambda key: jax.random.uniform(key, (2,), minval=1e-7))(_keys(rows, row, position, 1)).T
     by_kind = {
         "probability": probability,
-        "margin": top[:, 0] - top[:, 1],
+        "margin": _chosen(p, first) - second,
         "neg_entropy": neg_entropy,
         "random": chance,
     }

@@ -65,5 +65,8 @@ def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     grouped = q.reshape(rows, length, k.shape[1], heads // k.shape[1], size)
     scores = jnp.einsum("RTKGH,RKSH->RKGTS", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("RKGTS,RKSH->RTKGH", weights, v).reshape(q.shape)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    # Divided by their sum after the product, which has fewer numbers.
+    out = jnp.einsum("RKGTS,RKSH->RKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = (out / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -34,11 +34,16 @@ class Script:
         return at
 
 
-def scripted_candidates(logits, rows, row, position, mask_id, unused):
-    """The table instead of the logits; ``unused`` carries it, as the only weight that reaches here."""
-    at = (row, jnp.minimum(rows.nfe[row], unused["token"].shape[1] - 1), position)
-    token, probability, confidence = (unused[name][at] for name in ("token", "probability", "confidence"))
-    return token, probability, confidence, jnp.log(probability)
+def scripted_head(params, state, rows, packing, hidden, model):
+    """The step's own choice of positions, with the table instead of the logits."""
+    table = params["script"]
+    _, here = real_head(params, state, rows, packing, hidden, model)
+    at = (packing.row, jnp.minimum(rows.nfe[packing.row], table["token"].shape[1] - 1), packing.position)
+    token, probability, confidence = (table[name][at] for name in ("token", "probability", "confidence"))
+    return (token, probability, confidence, jnp.log(probability)), here
+
+
+real_head = step_module._head
 
 
 class ScriptedEngine(Engine):
@@ -46,7 +51,7 @@ class ScriptedEngine(Engine):
 
     def play(self, script: Script) -> None:
         table = {name: jnp.asarray(getattr(script, name)) for name in ("token", "probability", "confidence")}
-        self.params = {**self.params, "unused": table}
+        self.params = {**self.params, "script": table}
         self.reset()
 
 
@@ -74,11 +79,11 @@ def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed:
     engine.buckets = [Bucket(rows, packed or rows * length, steps)]
     blank = np.zeros((rows, passes, length))
     engine.play(Script(blank, blank))
-    original, step_module.candidates = step_module.candidates, scripted_candidates
+    step_module._head = scripted_head
     try:
         engine.compile()
     finally:
-        step_module.candidates = original
+        step_module._head = real_head
     return engine
 
 
