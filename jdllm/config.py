@@ -85,6 +85,7 @@ class DecodeConfig:
         stop_ids: committing one of these ends the text there and adds no further block; None means the model's
             end-of-text id, () means none.
         eot_id: the model's end-of-turn id, for ``confidence_eos_eot_inf``; None where there is none.
+        adapter: which of the engine's adapters, from 1; 0 for the model alone.
     """
 
     decoder: str = "d2f"
@@ -113,6 +114,7 @@ class DecodeConfig:
     infill: bool = False
     stop_ids: tuple[int, ...] | None = None
     eot_id: int | None = None
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         check = _check_field

@@ -20,7 +20,9 @@ from jdllm.config import (
     need,
 )
 
-COMMON = frozenset(("decoder", "max_tokens", "temperature", "seed", "early_stop", "infill", "stop_ids", "eot_id"))
+COMMON = frozenset(
+    ("decoder", "max_tokens", "temperature", "seed", "early_stop", "infill", "stop_ids", "eot_id", "adapter")
+)
 """Settings that every decoder reads."""
 
 OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "cfg_scale": 0.0, "alg_temp": 0.0}
@@ -216,7 +218,7 @@ def check(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int], canva
             raise RequestError("steps", f"{decode.steps} must be a multiple of the {blocks} blocks")
         if decode.decoder == "fast-dllm" and model.family == "dream" and decode.steps < 2 * blocks:
             raise RequestError("steps", f"{decode.steps} must be at least 2 for each of the {blocks} blocks")
-    if canvas_needed(len(prompt), decode) > canvas:
+    if _scheduled_passes(decode) > canvas:
         raise RequestError("steps", f"{decode.steps} must be at most {canvas}, the canvas length (--max-length)")
     if decode.decoder == "fast-dllm" and model.family == "dream":
         if decode.cache == "none":
@@ -237,8 +239,8 @@ def _alg(decode: DecodeConfig) -> str:
     return decode.alg or ("entropy" if decode.decoder == "dream" else "confidence_threshold")
 
 
-def _counts_steps(decode: DecodeConfig) -> bool:
-    return decode.threshold is None and decode.factor is None
+def _scheduled_passes(decode: DecodeConfig) -> int:
+    return decode.steps if decode.steps is not None and decode.threshold is None and decode.factor is None else 0
 
 
 def block_masks(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int]) -> list[int]:
@@ -274,6 +276,7 @@ def row_numbers(
         "passes": 0,
         "nfe": 0,
         "stopped": False,
+        "adapter": decode.adapter,
         "prompt_length": P,
         "fill_from": fill_from,
         "limit": limit,
@@ -294,8 +297,7 @@ def slots_needed(decode: DecodeConfig) -> int:
 
 def canvas_needed(prompt_length: int, decode: DecodeConfig) -> int:
     """Canvas positions that a request takes; a schedule of more passes than positions takes as many."""
-    passes = decode.steps if decode.steps is not None and _counts_steps(decode) else 0
-    return max(prompt_length + decode.max_tokens, passes)
+    return max(prompt_length + decode.max_tokens, _scheduled_passes(decode))
 
 
 def shares(masks: int, passes: int) -> list[int]:
@@ -316,10 +318,11 @@ def dream_counts(masks: int, passes: int, eps: float, first: int = 0) -> list[in
 
 
 def linspace(start: float, end: float, count: int) -> np.ndarray:
-    """float32 [count] as torch.linspace rounds it: from both ends to the middle."""
-    first, last, index = np.float32(start), np.float32(end), np.arange(count, dtype=np.float32)
-    step = (last - first) / np.float32(count - 1)
-    return np.where(index < count // 2, first + step * index, last - step * (np.float32(count - 1) - index))
+    """float32 [count] as torch.linspace rounds it: from both ends to the middle, product and sum rounded once."""
+    first, last = np.float32(start), np.float32(end)
+    step, index = float((last - first) / np.float32(count - 1)), np.arange(count)
+    exact = np.where(index < count // 2, float(first) + step * index, float(last) - step * (count - 1 - index))
+    return exact.astype(np.float32)
 
 
 def at_least(threshold: float) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from jdllm import decoders
+from jdllm.adapters import Adapter, stack
 from jdllm.buckets import choose_bucket, make_buckets
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig, RequestError
 from jdllm.denoise.request import first_width, request
@@ -114,6 +115,16 @@ class _Call:
     handles: tuple[Hashable | None, ...]
 
 
+def _further(params: Params, adapters: Sequence[Adapter], unused_ids: Sequence[int]) -> Params:
+    """Adapters, in the dtype of the weights and where they lie, and the mask of unused ids."""
+    embed = params["embed"]
+    arrays = stack(adapters)
+    if len(unused_ids):
+        arrays["unused"] = np.isin(np.arange(embed.shape[0]), unused_ids)
+    cast = lambda x: x.astype(embed.dtype) if x.dtype == np.float32 else x
+    return {name: jax.device_put(cast(array), embed.sharding) for name, array in arrays.items()}
+
+
 _SHADOW = "shadow of a guided request"
 
 
@@ -124,13 +135,23 @@ class Engine:
         params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
         model: what the weights are.
         config: what is compiled.
+        adapters: kept beside the weights; a request names one by its place, from 1 (DecodeConfig.adapter).
+        unused_ids: ids that stand for no token, which are never sampled.
 
     Raises:
         ValueError: the weights lie on more than one device, which the state does not yet.
     """
 
-    def __init__(self, params: Params, model: ModelConfig, config: EngineConfig | None = None):
-        self.params, self.model, self.config = params, model, config or EngineConfig()
+    def __init__(
+        self,
+        params: Params,
+        model: ModelConfig,
+        config: EngineConfig | None = None,
+        adapters: Sequence[Adapter] = (),
+        unused_ids: Sequence[int] = (),
+    ):
+        self.model, self.config, self.adapters = model, config or EngineConfig(), tuple(a.name for a in adapters)
+        self.params = {**params, **_further(params, adapters, unused_ids)}
         self.buckets = make_buckets(self.config)
         self.counters = Counters()
         self._dtype = params["embed"].dtype
@@ -195,6 +216,8 @@ class Engine:
         for token in decode.stop_ids or ():
             if token >= vocabulary:
                 raise RequestError("stop_ids", f"{token} is not a token id from 0 to {vocabulary - 1}")
+        if decode.adapter > len(self.adapters):
+            raise RequestError("adapter", f"{decode.adapter}: there are {len(self.adapters)}")
         decoders.check(decode, self.model, prompt_ids, room)
         if decoders.slots_needed(decode) > self.config.max_rows:
             raise RequestError("cfg_scale", "guidance takes two slots, and there is one (--max-rows)")

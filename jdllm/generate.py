@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from jdllm.engine import Engine, Row
 
 PROMPT_FIELDS = ("prompt", "prompt_ids", "messages")
-DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in ("stop_ids", "eot_id"))
+DECODE_FIELDS = tuple(
+    f.name for f in dataclasses.fields(DecodeConfig) if f.name not in ("stop_ids", "eot_id", "adapter")
+)
 MULTIPLE = 64
 """Canvas lengths are multiples of it."""
 
@@ -58,7 +60,11 @@ class Line:
 
 
 def read_lines(
-    source: Iterable[bytes], model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]
+    source: Iterable[bytes],
+    model: ModelConfig,
+    words: Tokenizer | None,
+    defaults: dict[str, Any],
+    adapters: Sequence[str] = (),
 ) -> list[Line]:
     """All lines; the bad ones have already failed, and those that ask for no tokens have their result. Blank lines are
     skipped."""
@@ -70,18 +76,30 @@ def read_lines(
             continue
         line = Line(number, id=number)
         try:
-            _read_line(line, data, model, words, defaults)
+            _read_line(line, data, model, words, defaults, adapters)
         except RequestError as error:
             line.fail(str(error))
         lines.append(line)
     return lines
 
 
-def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | None, defaults: dict[str, Any]) -> None:
+def _read_line(
+    line: Line,
+    data: bytes,
+    model: ModelConfig,
+    words: Tokenizer | None,
+    defaults: dict[str, Any],
+    adapters: Sequence[str],
+) -> None:
     fields = _fields(data)
     line.id = fields.pop("id", line.number)
+    adapter = fields.pop("adapter", None)
+    if adapter is not None and adapter not in adapters:
+        raise RequestError("adapter", f"{adapter!r} is not there (--adapter); known: {', '.join(adapters) or 'none'}")
     if unknown := sorted(set(fields) - {*PROMPT_FIELDS, *DECODE_FIELDS}):
-        raise RequestError(unknown[0], f"is not known; known are {', '.join((*PROMPT_FIELDS, 'id', *DECODE_FIELDS))}")
+        raise RequestError(
+            unknown[0], f"is not known; known are {', '.join((*PROMPT_FIELDS, 'id', 'adapter', *DECODE_FIELDS))}"
+        )
     given = [name for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1:
         raise RequestError("prompt", f"give exactly one of {', '.join(PROMPT_FIELDS)}")
@@ -96,8 +114,8 @@ def _read_line(line: Line, data: bytes, model: ModelConfig, words: Tokenizer | N
             )
         settings["max_tokens"] = min(runtime.default_max_tokens(defaults), room)
     line.decode = decode_config(settings, model.family, defaults)
-    if words is not None:
-        line.decode = dataclasses.replace(line.decode, eot_id=words.eot_id)
+    number = 0 if adapter is None else 1 + list(adapters).index(adapter)
+    line.decode = dataclasses.replace(line.decode, eot_id=words.eot_id if words else None, adapter=number)
     if line.decode.max_tokens > room:
         raise RequestError(
             "max_tokens",
@@ -213,8 +231,9 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.ExitStack() as files:
             source = _open_input(files, args.input)
             sink = _open_output(files, args.output, source)
+            adapters = runtime.adapter_folders(args.adapter)
             runtime.configure(args.memory_fraction, args.compile_cache)
-            return _generate(args, folder, source, sink)
+            return _generate(args, folder, adapters, source, sink)
     except (UsageError, ConfigError) as error:
         print(f"jdllm.generate: {error}", file=sys.stderr)
         return 2
@@ -226,9 +245,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _generate(args: argparse.Namespace, folder: Path, source: BinaryIO, sink: TextIO) -> int:
+def _generate(
+    args: argparse.Namespace, folder: Path, adapters: Mapping[str, Path], source: BinaryIO, sink: TextIO
+) -> int:
     from jdllm import checkpoint  # JAX comes in here, after runtime.configure
     from jdllm.config import EngineConfig
+    from jdllm.convert.adapter import read_adapters
     from jdllm.engine import Engine
 
     try:
@@ -238,14 +260,15 @@ def _generate(args: argparse.Namespace, folder: Path, source: BinaryIO, sink: Te
     for warning in runtime.checkpoint_warnings(loaded.meta):
         print(f"warning: {warning}", file=sys.stderr)
     words = tokenizer.load(folder, loaded.config)
-    lines = read_lines(source, loaded.config, words, runtime.decode_defaults(loaded.meta))
+    beside = read_adapters(adapters, loaded.config)
+    lines = read_lines(source, loaded.config, words, runtime.decode_defaults(loaded.meta), tuple(adapters))
     if sink is not sys.stdout and _is_file(sink):
         sink.truncate(0)
     good = [line for line in lines if line.result is None]
     if good:
         rows = min(args.max_rows, sum(slots_needed(line.decode) for line in good))
         config = EngineConfig(rows, canvas_length(good, loaded.config), args.steps_per_dispatch)
-        engine = Engine(loaded.params, loaded.config, config)
+        engine = Engine(loaded.params, loaded.config, config, beside, words.unused_ids if words else ())
         engine.compile(lambda done, total, text: _progress(f"compiled {done} of {total}: {text}"))
         begin = time.monotonic()
         written = 0
@@ -319,6 +342,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="folder of a converted checkpoint; default: the model that comes with jdllm")
     add("--input", default="-", help="JSON lines; - is standard input (default)")
     add("--output", default="-", help="JSON lines; - is standard output (default); not the input itself")
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help="LoRA beside the weights (a line's adapter)")
     add("--max-rows", type=int, default=16, help="lines decoded at once (default 16)")
     add("--steps-per-dispatch", type=int, default=1, help="denoising steps a device call (default 1)")
     add("--dtype", choices=runtime.DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere")

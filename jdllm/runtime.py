@@ -6,7 +6,7 @@ This module imports nothing of JAX.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,26 @@ def decode_defaults(meta: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, RequestError) as error:
         raise UsageError(f"--model: the checkpoint's jdllm.json has bad defaults: {error}") from None
     return dict(defaults)
+
+
+def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
+    """``--adapter NAME=DIR``, in order.
+
+    Raises:
+        UsageError: one is not of this form, names a folder that is not there, or a name twice.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        path = Path(folder).expanduser()
+        if not name or not folder:
+            raise UsageError(f"--adapter: {text!r} must be NAME=DIR")
+        if name in found:
+            raise UsageError(f"--adapter: {name} is given twice")
+        if not path.is_dir():
+            raise UsageError(f"--adapter: {folder} is not a folder")
+        found[name] = path
+    return found
 
 
 def default_max_tokens(defaults: Mapping[str, Any]) -> int:

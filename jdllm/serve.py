@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jdllm.serve", description="OpenAI-compatible server.")
     add = parser.add_argument
     add("--model", help="folder of a converted checkpoint; default: the model that comes with jdllm")
+    add("--adapter", action="append", default=[], metavar="NAME=DIR", help="LoRA beside the weights, served as NAME")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="0 picks a free one")
     add("--max-rows", type=int, default=16, help="requests decoded at once (default 16)")
@@ -79,6 +80,9 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port: {args.port} must be from 0 to 65535")
     folder = runtime.model_folder(args.model)
+    args.adapters = runtime.adapter_folders(args.adapter)
+    if taken := {*(args.served_model_name or [folder.name])} & args.adapters.keys():
+        raise UsageError(f"--adapter: {taken.pop()} is the name of the model itself")
     template = None
     if args.chat_template:
         try:
@@ -107,7 +111,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
             yield  # ours are set below: they drain first, and the process ends with 0
 
     config = ServerConfig(
-        names=tuple(args.served_model_name or [folder.name]),
+        names=(*(args.served_model_name or [folder.name]), *args.adapters),
         queue_limit=args.queue_limit,
         api_key=args.api_key,
         strict_api=args.strict_api,
@@ -138,6 +142,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
             steps_per_dispatch=args.steps_per_dispatch,
             dtype=args.dtype,
             chat_template=template,
+            adapters=args.adapters,
         ),
         on_change,
     )

@@ -38,6 +38,7 @@ class Tokenizer:
         warnings: what a user should know about this folder, one line each.
         stop_ids: ids that end an answer: the model's end of text, and the end of turn if there is one.
         eot_id: the end of turn, or None.
+        unused_ids: ids of the model that stand for no token.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, chat_template: str | None = None):
@@ -55,6 +56,7 @@ class Tokenizer:
         vocab = self._hf.get_vocab()
         turns = (vocab.get(text, model.eos_id) for text in END_OF_TURN)
         self.stop_ids = (model.eos_id, *(i for i in turns if i != model.eos_id and i < model.vocab_size))
+        self.unused_ids = sorted(set(range(model.vocab_size)) - set(vocab.values()))
         self.eot_id = self.stop_ids[1] if len(self.stop_ids) > 1 else None
         roles, special = set(self._hf.all_special_ids), {i for i, token in added.items() if token.special}
         self._special_text = _alternatives(str(added[i].content) for i in special | roles if i in added)

@@ -138,7 +138,7 @@ class Call:
 
 
 def open_call(request: ChatRequest | CompletionRequest, name: str, model: ServedModel, loop: EngineLoop) -> Call:
-    """Check a request, make its jobs and queue them.
+    """Check a request, make its jobs and queue them. ``name``: an adapter's, or any other for the model alone.
 
     Raises:
         RequestError, ApiError: it cannot be served; nothing was queued.
@@ -175,7 +175,8 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     jobs = []
     for ids in encoded:
         max_tokens = _room(len(check_prompt(ids, model.config, field)), asked, limit_name, field, model)
-        settings = request.decode(model.config.family, model.defaults, max_tokens, words, seed)
+        settings = request.decode(model.config.family, model.defaults_of(name), max_tokens, words, seed)
+        settings = dataclasses.replace(settings, adapter=model.adapter_number(name))
         for i in range(n):
             decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
             jobs.append(Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream)))

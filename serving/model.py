@@ -1,7 +1,7 @@
 """What is served: weights, tokenizer, limits and defaults of one checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ class ServedModel:
         new_engine: makes a compiled engine.
         config: shape and special ids.
         max_length: canvas positions, prompt and answer together.
+        adapters: names of the LoRA adapters beside the weights; the first is 1 in DecodeConfig.
         defaults: decode settings that the checkpoint recommends.
         fingerprint: OpenAI's ``system_fingerprint``.
         compiles: programs that this process has compiled so far.
@@ -34,9 +35,21 @@ class ServedModel:
     config: ModelConfig
     max_rows: int
     max_length: int
+    adapters: Sequence[str] = ()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fingerprint: str = "jdllm"
     compiles: Callable[[], int] = lambda: 0
+
+    def adapter_number(self, name: str) -> int:
+        """DecodeConfig's ``adapter`` for requests to the model of this name."""
+        return self.adapters.index(name) + 1 if name in self.adapters else 0
+
+    def defaults_of(self, name: str) -> Mapping[str, Any]:
+        """Decode settings where a request to ``name`` gives none. Beside adapters, which are D2F's, the model alone
+        keeps to a decoder that it was made for."""
+        if not self.adapters or name in self.adapters:
+            return self.defaults
+        return {"decoder": "fast-dllm", **self.defaults}
 
 
 def open_model(
@@ -48,10 +61,12 @@ def open_model(
     steps_per_dispatch: int = 1,
     dtype: str | None = None,
     chat_template: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> ServedModel:
     """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
     from jdllm import __version__, checkpoint
     from jdllm.config import EngineConfig
+    from jdllm.convert.adapter import read_adapters
     from jdllm.engine import Engine
 
     dtype = default_dtype(dtype)
@@ -62,16 +77,17 @@ def open_model(
         raise UsageError(f"--model: {error}") from None
     words = tokenizers.load(folder, loaded.config, chat_template)
     if words is None:
-        raise UsageError(f"--model: {folder} has no tokenizer.json, and a server works with text")
+        raise UsageError(f"--model: {folder} has no tokenizer, and a server works with text")
     for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
     length = min(max_length or 1024, loaded.config.max_sequence_length)
     if max_length and max_length > length:
         raise UsageError(f"--max-length: {max_length} is above the model's max_sequence_length {length}")
     config = EngineConfig(max_rows, length, steps_per_dispatch)
+    beside = read_adapters(adapters or {}, loaded.config)
 
     def new_engine(progress: Progress) -> Engine:
-        engine = Engine(loaded.params, loaded.config, config)
+        engine = Engine(loaded.params, loaded.config, config, beside, words.unused_ids)
         engine.compile(lambda done, total, text: progress(f"compiled {done} of {total}: {text}"))
         return engine
 
@@ -81,6 +97,7 @@ def open_model(
         config=loaded.config,
         max_rows=max_rows,
         max_length=length,
+        adapters=tuple(adapters or ()),
         defaults=decode_defaults(loaded.meta),
         fingerprint=f"jdllm-{__version__}-{dtype}",
         compiles=_count_compiles(),

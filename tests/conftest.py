@@ -43,6 +43,8 @@ class Trace:
 class Golden:
     """The reference data, indexed by its manifest. Weights are read by this class alone, without jdllm.convert."""
 
+    folder = GOLDEN
+
     def __init__(self) -> None:
         self.manifest = json.loads((GOLDEN / "manifest.json").read_text())
 

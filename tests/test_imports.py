@@ -15,17 +15,33 @@ LAYERS = {
     "jdllm/denoise": ("jdllm.config", "jdllm.decoders", "jdllm.models"),
     "jdllm/buckets.py": ("jdllm.config", "jdllm.denoise"),
     "jdllm/decoders.py": ("jdllm.config",),
-    "jdllm/engine.py": ("jdllm.config", "jdllm.models", "jdllm.denoise", "jdllm.decoders", "jdllm.buckets"),
+    "jdllm/adapters.py": (),
+    "jdllm/engine.py": (
+        "jdllm.config",
+        "jdllm.models",
+        "jdllm.denoise",
+        "jdllm.decoders",
+        "jdllm.adapters",
+        "jdllm.buckets",
+    ),
     "jdllm/checkpoint.py": ("jdllm.config", "jdllm.models", "jdllm.sharding", "jdllm.checkpoint_format"),
     "jdllm/sharding.py": ("jdllm.config", "jdllm.models"),
-    "convert": ("jdllm.config", "jdllm.models", "jdllm.checkpoint", "jdllm.checkpoint_format", "jdllm.sharding"),
+    "convert": (
+        "jdllm.config",
+        "jdllm.models",
+        "jdllm.adapters",
+        "jdllm.runtime",
+        "jdllm.checkpoint",
+        "jdllm.checkpoint_format",
+        "jdllm.sharding",
+    ),
     "jdllm/tokenizer.py": ("jdllm.config", "jdllm.runtime"),
 }
 FORBIDDEN = {
-    "jdllm/generate.py": ("jdllm.serving", "jdllm.train", "jdllm.convert", "benchmarks"),
+    "jdllm/generate.py": ("jdllm.serving", "jdllm.train", "benchmarks"),
     "jdllm/train": ("jdllm.serving", "benchmarks"),
-    "serving": ("jdllm.train", "jdllm.convert", "jdllm.serve", "benchmarks"),
-    "jdllm/serve.py": ("jdllm.train", "jdllm.convert", "benchmarks"),
+    "serving": ("jdllm.train", "jdllm.serve", "benchmarks"),
+    "jdllm/serve.py": ("jdllm.train", "benchmarks"),
 }
 
 

@@ -18,7 +18,6 @@ def request(
     arrival: int = 0,
     owner: int = 0,
     shadow: int = 0,
-    adapter: int = 0,
 ) -> Request:
     """What ``insert`` writes for a request, at its start. D2F's first block is added here: its prompt counts as a fully
     decoded block 0.
@@ -29,7 +28,7 @@ def request(
         owner, shadow: Rows' fields.
     """
     numbers, schedule = row_numbers(prompt, decode, model)
-    numbers |= {"arrival": arrival % (1 << 31), "owner": owner, "shadow": shadow, "adapter": adapter}
+    numbers |= {"arrival": arrival % (1 << 31), "owner": owner, "shadow": shadow}
     tokens = np.full(canvas, model.mask_id, np.int32)
     tokens[: len(prompt)] = prompt
     counts = np.ones(canvas, np.int32)

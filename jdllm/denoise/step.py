@@ -100,7 +100,7 @@ def _forward(
             values[i] = packing.write_cache(values[i], v)
             return window_attention(q, keys[i][:R], values[i][:R], packing)
 
-        x = llada.layer(p, model, x, rope, attend)
+        x = llada.layer(p, model, x, rope, attend, rows.adapter[packing.row])
     return x, tuple(keys), tuple(values)
 
 

@@ -14,11 +14,6 @@ def rms_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
     return add_bias(normed.astype(x.dtype) * weight, bias)
 
 
-def linear(x: Array, kernel: Array, bias: Array | None = None) -> Array:
-    """``x @ kernel + bias`` with kernel [in, out]."""
-    return add_bias(x @ kernel, bias)
-
-
 def add_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 

@@ -15,11 +15,12 @@ from flax import nnx
 from jax import Array
 
 from jdllm.config import ModelConfig
-from jdllm.models.layers import add_bias, attention, linear, rms_norm, rope_tables, rotate
+from jdllm.models.layers import add_bias, attention, rms_norm, rope_tables, rotate
 
 Params = dict[str, Array]
 """Flat weights: ``embed`` [V, D]; ``layers.i.{attn_norm, q, k, v, attn_out, ff_norm, gate, up, down}``, matrices
-[in, out]; ``norm`` [D]; ``head`` [D, V] unless tied; a bias is its owner's name with ``_bias`` behind it."""
+[in, out]; ``norm`` [D]; ``head`` [D, V] unless tied; a bias is its owner's name with ``_bias`` behind it. For serving
+there may be adapters (jdllm.adapters.stack), and ``unused`` bool [V], ids that stand for no token."""
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [..., Q, H], k [..., K, H], v [..., K, H]) of this layer, already rotated -> attention output [..., Q, H]."""
@@ -111,18 +112,31 @@ def embed(params: Params, cfg: ModelConfig, tokens: Array) -> Array:
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.input_emb_norm else x
 
 
-def layer(p: Params, cfg: ModelConfig, x: Array, rope: tuple[Array, Array], attend: Attend) -> Array:
-    """One transformer layer on x [..., D]; rope as rope_tables gives it for the positions of x."""
+def layer(
+    p: Params, cfg: ModelConfig, x: Array, rope: tuple[Array, Array], attend: Attend, adapter: Array | None = None
+) -> Array:
+    """One transformer layer on x [..., D]; rope as rope_tables gives it for the positions of x.
+
+    Args:
+        adapter: int32 [...], which of the adapters among the weights (jdllm.adapters) each position sees, 0 for none.
+    """
     lead = x.shape[:-1]
+
+    def linear(x: Array, name: str) -> Array:
+        out = add_bias(x @ p[name], p.get(f"{name}_bias"))
+        if adapter is None or f"{name}_lora_a" not in p:
+            return out
+        own = adapter[..., None] == p[f"{name}_lora_of"]
+        return out + jnp.where(own, x @ p[f"{name}_lora_a"], 0) @ p[f"{name}_lora_b"]
+
     h = rms_norm(x, p["attn_norm"], p.get("attn_norm_bias"), cfg.rms_norm_eps)
-    q = linear(h, p["q"], p.get("q_bias")).reshape(*lead, cfg.n_heads, cfg.head_dim)
-    k = linear(h, p["k"], p.get("k_bias")).reshape(*lead, cfg.n_kv_heads, cfg.head_dim)
-    v = linear(h, p["v"], p.get("v_bias")).reshape(*lead, cfg.n_kv_heads, cfg.head_dim)
+    q = linear(h, "q").reshape(*lead, cfg.n_heads, cfg.head_dim)
+    k = linear(h, "k").reshape(*lead, cfg.n_kv_heads, cfg.head_dim)
+    v = linear(h, "v").reshape(*lead, cfg.n_kv_heads, cfg.head_dim)
     out = attend(rotate(q, rope), rotate(k, rope), v).reshape(*lead, cfg.n_heads * cfg.head_dim)
-    x = x + linear(out, p["attn_out"], p.get("attn_out_bias"))
+    x = x + linear(out, "attn_out")
     h = rms_norm(x, p["ff_norm"], p.get("ff_norm_bias"), cfg.rms_norm_eps)
-    gated = jax.nn.silu(linear(h, p["gate"], p.get("gate_bias"))) * linear(h, p["up"], p.get("up_bias"))
-    return x + linear(gated, p["down"], p.get("down_bias"))
+    return x + linear(jax.nn.silu(linear(h, "gate")) * linear(h, "up"), "down")
 
 
 def head(params: Params, cfg: ModelConfig, x: Array) -> Array:

@@ -1,0 +1,201 @@
+"""Unlike decoders, adapters and settings in one batch: what a row gives does not hang on who is beside it."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from jax._src import test_util as jtu
+
+from jdllm.config import DecodeConfig, EngineConfig
+from jdllm.convert.adapter import read_adapter
+from jdllm.decoders import slots_needed
+from jdllm.denoise.window import Bucket
+from jdllm.engine import Engine
+
+LENGTH, ROWS = 160, 6
+GOLDEN_ADAPTER = "llada-tiny-d2f-lora"
+
+
+@pytest.fixture(scope="module")
+def engine(golden):
+    """Base weights with the D2F adapter, and a second one, beside them."""
+    model = golden.config("llada-tiny")
+    adapter = read_adapter("d2f", golden.folder / GOLDEN_ADAPTER, model)
+    half = dataclasses.replace(adapter, name="half", pairs={n: (a, b / 2) for n, (a, b) in adapter.pairs.items()})
+    made = Engine(golden.params("llada-tiny"), model, EngineConfig(ROWS, LENGTH), [half, adapter], range(374, 384))
+    made.buckets = [Bucket(ROWS, 128), Bucket(ROWS, ROWS * LENGTH)]
+    made.compile()
+    return made
+
+
+def run(engine, requests, slots=range(ROWS)):
+    """(ids, nfe, logprobs, committed) of each request, all started together as slots allow."""
+    engine.reset()
+    waiting, out = list(enumerate(requests)), {}
+    while len(out) < len(requests):
+        while waiting:
+            free = [slot for slot in engine.free_slots if slot in slots]
+            if len(free) < slots_needed(waiting[0][1][1]):
+                break
+            index, (prompt, decode) = waiting.pop(0)
+            engine.insert(free[0], ("row", index), prompt, decode, free[-1])
+        for row in engine.step():
+            if not row.live:
+                assert not row.failed
+                out[row.handle[1]] = (row.canvas_ids, row.nfe, row.logprobs.tolist(), row.committed.tolist())
+                engine.evict(row.slot)
+    return [out[i] for i in range(len(requests))]
+
+
+def random_requests(count: int, seed: int) -> list[tuple[list[int], DecodeConfig]]:
+    """Every decoder with many settings, on LLaDA."""
+    r = random.Random(seed)
+    found = []
+    for _ in range(count):
+        tokens, size = r.randint(1, 40), r.choice([4, 8, 16])
+        blocks = -(-tokens // size)
+        settings = {
+            "max_tokens": tokens,
+            "block_size": size,
+            "temperature": r.choice([0, 0, 0.7]),
+            "seed": r.randint(0, 9),
+            "early_stop": r.random() < 0.5,
+            "adapter": r.randint(0, 2),
+        }
+        kind = r.choice(["d2f", "llada", "quota", "threshold", "factor"])
+        if kind == "d2f":
+            settings |= {"skip_threshold": r.choice([0.3, 0.9, 1.0]), "confidence": r.choice(["margin", "probability"])}
+            settings |= {"top_k": r.choice([0, 5]), "top_p": r.choice([1.0, 0.8])}
+        elif kind == "llada":
+            settings |= {"decoder": "llada", "steps": blocks * r.randint(1, 4), "cfg_scale": r.choice([0.0, 0.0, 0.5])}
+            settings |= {"remasking": r.choice(["random", "low_confidence"]), "logits_eos_inf": r.random() < 0.3}
+        else:
+            settings |= {"decoder": "fast-dllm", "cache": r.choice(["none", "prefix", "dual"])}
+            settings |= {
+                "quota": {"steps": blocks * r.randint(1, 4)},
+                "threshold": {"threshold": r.choice([0.3, 0.9])},
+                "factor": {"factor": r.choice([0.5, 1.0])},
+            }[kind]
+        prompt = [r.randrange(0, 360) for _ in range(r.randint(1, 60))]
+        found.append((prompt, DecodeConfig(**settings)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_is_bit_equal_alone_and_among_any_neighbours(engine, seed):
+    """Tokens, passes, and the log-probabilities to the last bit, in the same bucket."""
+    engine_buckets, engine.buckets = engine.buckets, engine.buckets[-1:]
+    try:
+        requests = random_requests(8, seed)
+        together = run(engine, requests)
+        order = random.Random(seed).sample(range(8), 8)
+        shuffled = run(engine, [requests[i] for i in order], slots=[1, 3, 4])
+        assert [shuffled[order.index(i)] for i in range(8)] == together
+        assert [run(engine, [request])[0] for request in requests] == together
+    finally:
+        engine.buckets = engine_buckets
+
+
+def test_no_compile_over_many_mixed_requests(engine):
+    run(engine, random_requests(2, 100))
+    with jtu.count_jit_compilation_cache_miss() as misses:
+        run(engine, random_requests(60, 7))
+    assert misses() == 0
+
+
+@pytest.mark.slow
+def test_no_compile_over_a_thousand_mixed_requests(engine):
+    run(engine, random_requests(2, 100))
+    with jtu.count_jit_compilation_cache_miss() as misses:
+        run(engine, random_requests(1000, 8))
+    assert misses() == 0
+
+
+def test_base_and_adapter_rows_share_a_step(golden, engine):
+    """The golden traces of the base model (bidirectional) and of its D2F adapter (block-causal), in one batch, with the
+    adapter unmerged: tokens and passes of the official code, which runs it unmerged too."""
+    traces = [t for a in ("llada_vanilla", "fast_dllm_llada", "d2f:llada") for t in golden.traces(a)]
+    traces = [t for t in traces if t.model == "llada-tiny" and t.decode.max_tokens]
+    random.Random(0).shuffle(traces)
+    number = {None: 0, GOLDEN_ADAPTER: 2}
+    asked = [(t.prompt, dataclasses.replace(t.decode, adapter=number[t.adapter])) for t in traces]
+    assert {t.adapter for t in traces} == number.keys()
+    for trace, (ids, nfe, _, _) in zip(traces, run(engine, asked), strict=True):
+        assert (ids, nfe) == (trace.expected_ids, trace.nfe), trace.name
+
+
+def test_merged_and_unmerged_agree(golden):
+    """Largest difference of the logits at most 3e-4 in float32, the tolerance of the
+    golden logits."""
+    from jdllm.adapters import stack
+    from jdllm.models import llada
+    from jdllm.models.layers import attention, rope_tables
+
+    model = golden.config("llada-tiny")
+    merged, base = golden.params("llada-tiny", GOLDEN_ADAPTER), golden.params("llada-tiny")
+    beside = {**base, **stack([read_adapter("d2f", golden.folder / GOLDEN_ADAPTER, model)])}
+    tokens = np.random.default_rng(0).integers(0, 360, (1, 40))
+
+    def logits(params, adapter):
+        rope = rope_tables(np.arange(40)[None], model.head_dim, model.rope_theta)
+        see = np.ones((1, 40, 40), bool)
+        x = llada.embed(params, model, tokens)
+        for p in llada.layer_params(params, model):
+            attend = lambda q, k, v: attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), see)
+            x = llada.layer(p, model, x, rope, attend, np.full((1, 40), adapter))
+        return np.asarray(llada.head(params, model, x))
+
+    np.testing.assert_allclose(logits(beside, 1), logits(merged, 0), atol=3e-4)
+    np.testing.assert_array_equal(logits(beside, 0), np.asarray(llada.logits(base, model, tokens)))
+
+
+def test_logprobs_and_passes_are_those_of_the_commit(engine):
+    """Greedy rows: the log-probability of a position is that of its token in the pass that committed it, which a
+    threshold shows; earlier passes had less."""
+    decode = DecodeConfig(decoder="fast-dllm", max_tokens=24, block_size=8, threshold=0.5, early_stop=False)
+    ids, nfe, logprobs, committed = run(engine, [([5, 6, 7], decode)])[0]
+    passes = np.array(committed[3:27])
+    assert passes.min() == 1 and passes.max() == nfe
+    assert (np.array(logprobs[3:27]) < 0).all()
+    for n in range(1, nfe + 1):  # all but the best position of a pass reached the threshold
+        low = np.sort(np.exp(np.array(logprobs[3:27])[passes == n]))[:-1]
+        assert (low >= 0.5 - 1e-6).all()
+    assert not any(committed[:3]) and not any(logprobs[:3])
+    assert len(ids) == 24
+
+
+def test_ids_without_a_token_are_never_sampled(engine):
+    """Ten ids of this vocabulary stand for nothing; at a high temperature they would come soon."""
+    asked = [([5], DecodeConfig(max_tokens=60, temperature=100.0, seed=s, stop_ids=())) for s in range(12)]
+    ids = np.concatenate([row[0] for row in run(engine, asked)])
+    assert ids.max() < 374 and (ids != engine.model.mask_id).all()
+
+
+@pytest.mark.parametrize("decoder", ["d2f", "llada", "fast-dllm"])
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_infill(engine, decoder, tokens):
+    """Masks inside the prompt are filled in place, every other prompt token is untouched."""
+    mask = engine.model.mask_id
+    prompt = [5, 6, mask, mask, 8, 9, mask, 11]
+    given = np.array(prompt) != mask
+    decode = DecodeConfig(decoder=decoder, max_tokens=tokens, block_size=8, infill=True, early_stop=False)
+    engine.reset()
+    engine.insert(0, "a", prompt, decode)
+    while not (rows := engine.step()) or rows[0].live:
+        pass
+    filled = rows[0].tokens[: len(prompt)]
+    np.testing.assert_array_equal(filled[given], np.array(prompt)[given])
+    assert (filled != mask).all() and not rows[0].failed
+    assert len(rows[0].canvas_ids) == tokens and mask not in rows[0].canvas_ids
+    assert (rows[0].committed[: len(prompt)] > 0).tolist() == (~given).tolist()
+
+
+@pytest.mark.parametrize("decoder", ["d2f", "llada", "fast-dllm"])
+def test_without_infill_a_mask_id_is_ordinary_input(engine, decoder):
+    mask = engine.model.mask_id
+    engine.reset()
+    engine.insert(0, "a", [5, mask, 8], DecodeConfig(decoder=decoder, max_tokens=8, block_size=8, early_stop=False))
+    while not (rows := engine.step()) or rows[0].live:
+        pass
+    assert rows[0].tokens[:3].tolist() == [5, mask, 8] and mask not in rows[0].canvas_ids
