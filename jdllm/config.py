@@ -10,7 +10,6 @@ __all__ = [
     "ALGS",
     "CACHES",
     "CONFIDENCES",
-    "DECODERS",
     "FAMILIES",
     "MAX_STOP_IDS",
     "RANKINGS",
@@ -31,7 +30,6 @@ picks the fallback token of a fully activated block, and the skip threshold alwa
 RANKINGS = (*CONFIDENCES, "random")
 """The same, and what LLaDA's random remasking and Dream's origin rank by."""
 
-DECODERS = ("d2f", "llada", "fast-dllm", "dream")
 CACHES = ("none", "prefix", "dual")
 REMASKINGS = ("low_confidence", "random")
 ALGS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
@@ -57,7 +55,7 @@ class DecodeConfig:
     scripts (semantics: D2F-eval).
 
     Attributes:
-        decoder: one of DECODERS.
+        decoder: a name in jdllm.decoders.TABLE.
         max_tokens: positions after the prompt, exactly (the last block is cut to fit). 0 generates nothing.
         block_size: positions a block.
         block_add_threshold: decoded share of the newest block at which the next is added, in [0, 1].
@@ -119,7 +117,6 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         check = _check_field
         for name, known in (
-            ("decoder", DECODERS),
             ("confidence", CONFIDENCES),
             ("cache", CACHES),
             ("remasking", REMASKINGS),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jdllm.config import (
-    DECODERS,
     MAX_STOP_IDS,
     RANKINGS,
     DecodeConfig,
@@ -191,8 +190,9 @@ def _on(name: str, family: str) -> str:
 
 
 def _find(name: Any, family: str) -> Decoder:
-    if name not in DECODERS:
-        raise RequestError("decoder", f"{name!r} is not known; use one of {', '.join(DECODERS)}")
+    known = list(dict.fromkeys(decoder for decoder, _ in TABLE))
+    if name not in known:
+        raise RequestError("decoder", f"{name!r} is not known; use one of {', '.join(known)}")
     if (name, family) not in TABLE:
         models = " and ".join(f for d, f in TABLE if d == name)
         raise RequestError("decoder", f"{name} is for {models} models; this one is {family}")

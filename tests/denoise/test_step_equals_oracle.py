@@ -45,6 +45,7 @@ def as_state(view: View) -> dict:
         "live": view.live,
         "x": view.x,
         "start": view.cache_length,
+        "end": len(view.x),
         "settled": view.cache_length + view.written,
         "nfe": view.nfe,
         "stopped": view.eos,

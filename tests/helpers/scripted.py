@@ -87,7 +87,7 @@ def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed:
     return engine
 
 
-PROGRESS = ("live", "length", "start", "settled", "nfe", "stopped")
+PROGRESS = ("live", "length", "start", "end", "settled", "nfe", "stopped")
 
 
 def run(engine: Engine, requests: Sequence[tuple[list[int], DecodeConfig]]) -> list[dict]:
