@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import orders, shapes, step
+from benchmarks import decoders, orders, shapes, step
 from benchmarks.machine import ROOT
 
 README = ROOT / "README.md"
@@ -21,6 +21,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "step": step.table,
     "shapes": shapes.table,
     "orders": orders.table,
+    "decoders": decoders.table,
 }
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from benchmarks import cases, tables
+from benchmarks import cases, decoders, tables
 from benchmarks.cases import Case, Request
 from benchmarks.device_share import jax_busy_seconds, torch_busy_seconds
 from benchmarks.flops import step_flops, visible_pairs
@@ -33,6 +33,7 @@ from benchmarks.machine import matrix_peak, provenance
 from benchmarks.torch_loop import TorchModel, TorchRequest, take_turns
 from jdllm.buckets import choose_bucket
 from jdllm.config import EngineConfig
+from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine
 
 SETTLE_SECONDS = 0.05
@@ -357,9 +358,23 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _decoders(options: argparse.Namespace) -> None:
+    count, rounds = (12, 2) if options.quick else (120, 40)
+    buckets = [Bucket(1, 16), Bucket(1, 64), Bucket(16, 256)]
+    results = {
+        **provenance("benchmarks.step"),
+        "decoders": decoders.measure_decoders(count, log),
+        "generality": decoders.measure_generality(cases.tiny(), buckets, rounds),
+    }
+    if options.json:
+        tables.write(options.json, results)
+    print(decoders.table(results))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description="time of a denoising step")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--decoders", action="store_true", help="every decoder on the shipped model instead")
     parser.add_argument("--quick", action="store_true", help="two layers, small batches, 3 repetitions: a trial run")
     parser.add_argument("--config", nargs="+", choices=["tiny", "compute-bound"], default=["tiny", "compute-bound"])
     parser.add_argument("--batch", nargs="+", type=int, help="default: 1 4 16, with --quick 1 4")
@@ -367,6 +382,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(cpus)
+    if options.decoders:
+        _decoders(options)
+        return
     threads = {"torch": torch.get_num_threads(), "torch_interop": torch.get_num_interop_threads(), "xla": cpus}
     log(f"threads: {threads}")
     peak = matrix_peak()

@@ -92,7 +92,7 @@ def _export(args: argparse.Namespace) -> None:
 def _recommend(record: Path) -> None:
     """Add the decode settings that the model was measured with, which the server takes as its defaults."""
     content = json.loads(record.read_text())
-    content["defaults"] = {"block_size": evaluate.BLOCK_SIZE, "max_tokens": evaluate.MAX_TOKENS}
+    content["defaults"] = evaluate.DEFAULTS
     record.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -1,30 +1,55 @@
-"""Held-out exact match of the shipped model, by decoder, answer length and threshold.
-
-The base model is measured with LLaDA's sampler (jdllm.train.decode), the D2F model with the engine that serves it.
-"""
+"""Held-out exact match of the shipped model, by decoder, answer length and threshold, with the serving engine."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jdllm.checkpoint
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
+from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine
 from jdllm.models import llada
-from jdllm.train import decode, tokenizer
-from jdllm.train.decode import Decoded
+from jdllm.train import tokenizer
 from jdllm.train.tasks import Task, held_out
 
 BUCKETS = (20, 40, 60, 80, 120)
 """Upper ends of the answer lengths, in tokens, that are told apart."""
 
-SKIP_THRESHOLDS = (0.95, 0.9, 0.7, 0.5, 0.3, 0.1)
 BLOCK_SIZE = 16
 MAX_TOKENS = 128
+DEFAULTS: dict[str, Any] = {"max_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE}
+ROWS, LENGTH = 16, 256
 
-DecodeAll = Callable[[Sequence[list[int]]], list[Decoded]]
+BASE: dict[str, dict[str, Any]] = {
+    "base, fast-dllm": {"decoder": "fast-dllm"},
+    "base, fast-dllm, dual cache": {"decoder": "fast-dllm", "cache": "dual"},
+    "base, fast-dllm, no cache": {"decoder": "fast-dllm", "cache": "none"},
+    "base, fast-dllm, factor 1": {"decoder": "fast-dllm", "factor": 1.0},
+    "base, llada": {"decoder": "llada"},
+    "base, llada, 2 tokens a step": {"decoder": "llada", "steps": MAX_TOKENS // 2},
+    "base, d2f (no adapter)": {},
+}
+"""Decoders of the model alone -> their settings beside DEFAULTS."""
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "d2f": {},
+    **{f"d2f, skip {skip}": {"skip_threshold": skip} for skip in (0.95, 0.9, 0.7, 0.5, 0.3, 0.1)},
+    **{f"d2f, blocks of {size}": {"block_size": size} for size in (8, 32)},
+}
+"""Decoders of the model with its D2F adapter."""
+
+BY_LENGTH = ("base, fast-dllm", "d2f")
+"""The decoders whose results are shown by the length of the answer, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """``ids``: the answer up to end-of-text, without it. ``nfe``: forward passes until it was settled."""
+
+    ids: list[int]
+    nfe: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,41 +72,25 @@ class Result:
 def evaluate(base: Path, d2f: Path, count: int, split: str) -> list[Result]:
     """Every decoder on ``count`` held-out orders. ``base`` and ``d2f``: converted checkpoints."""
     tasks = held_out(split, count)
-    base_checkpoint, d2f_checkpoint = jdllm.checkpoint.load(base), jdllm.checkpoint.load(d2f)
     results: list[Result] = []
-
-    def measure(decoder: str, decode_all: DecodeAll, by_length: bool) -> None:
-        rows = score(tasks, decoder, decode_all, by_length)
-        for row in rows:
-            print(format_row(row), flush=True)
-        results.extend(rows)
-
-    def sampler(**settings: float | int | None) -> DecodeAll:
-        return lambda prompts: llada_in_batches(base_checkpoint.params, base_checkpoint.config, prompts, **settings)
-
     print(HEADER)
-    measure("base, threshold 0.9", sampler(), by_length=True)
-    measure("base, 2 tokens a step", sampler(threshold=None, quota=2), by_length=False)
-    engine = start_engine(d2f_checkpoint.params, d2f_checkpoint.config)
-    default = DecodeConfig(max_tokens=MAX_TOKENS, block_size=BLOCK_SIZE)
-    measure("d2f", partial(d2f_decode, engine, default), by_length=True)
-    for skip in SKIP_THRESHOLDS:
-        settings = dataclasses.replace(default, skip_threshold=skip)
-        measure(f"d2f, skip {skip}", partial(d2f_decode, engine, settings), by_length=False)
-    for size in (8, 32):
-        settings = dataclasses.replace(default, block_size=size)
-        measure(f"d2f, blocks of {size}", partial(d2f_decode, engine, settings), by_length=False)
-    without = start_engine(base_checkpoint.params, base_checkpoint.config)
-    measure("d2f without its adapter", partial(d2f_decode, without, default), by_length=False)
+    for folder, decoders in ((base, BASE), (d2f, ADAPTED)):
+        checkpoint = jdllm.checkpoint.load(folder)
+        engine = start_engine(checkpoint.params, checkpoint.config)
+        for name, settings in decoders.items():
+            decoded = decode(engine, DecodeConfig(**{**DEFAULTS, **settings}), tasks)
+            rows = score(tasks, name, decoded, by_length=name in BY_LENGTH)
+            for row in rows:
+                print(format_row(row), flush=True)
+            results += rows
     return results
 
 
-def score(tasks: Sequence[Task], decoder: str, decode_all: DecodeAll, by_length: bool) -> list[Result]:
+def score(tasks: Sequence[Task], decoder: str, decoded: Sequence[Decoded], by_length: bool) -> list[Result]:
     """Exact match over all answers and, if asked, over each range of lengths: all ids up to the end of turn."""
     text = tokenizer.build()
-    prompts = [text.encode(tokenizer.prompt_text(task.message)).ids for task in tasks]
     answers = [text.encode(task.answer + tokenizer.EOT).ids for task in tasks]
-    scored = [(len(a), d.ids == a, d.nfe) for a, d in zip(answers, decode_all(prompts), strict=True)]
+    scored = [(len(a), d.ids == a, d.nfe) for a, d in zip(answers, decoded, strict=True)]
     groups = {"all": scored}
     if by_length:
         for low, high in zip((0, *BUCKETS), BUCKETS, strict=False):
@@ -95,52 +104,36 @@ def _result(decoder: str, answers: str, scored: Sequence[tuple[int, bool, int]])
     return Result(decoder, answers, n, exact, tokens, nfe, max(s[2] for s in scored))
 
 
-def llada_in_batches(
-    params: llada.Params, cfg: ModelConfig, prompts: Sequence[list[int]], **settings: float | int | None
-) -> list[Decoded]:
-    """llada_decode on 25 prompts of similar length at a time."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    out: dict[int, Decoded] = {}
-    for start in range(0, len(order), 25):
-        chosen = order[start : start + 25]
-        decoded = decode.llada_decode(params, cfg, [prompts[i] for i in chosen], **settings)  # type: ignore[arg-type]
-        out.update(zip(chosen, decoded, strict=True))
-    return [out[i] for i in range(len(prompts))]
-
-
-def start_engine(params: llada.Params, cfg: ModelConfig, max_rows: int = 1) -> Engine:
-    """An engine for canvases of this task, compiled. Of one row, which compiles soonest; more give the same answers."""
-    engine = Engine(params, cfg, EngineConfig(max_rows=max_rows, max_length=256))
+def start_engine(params: llada.Params, cfg: ModelConfig, rows: int = ROWS) -> Engine:
+    """An engine for canvases of this task, of few programs, which compile sooner; more would give the same answers."""
+    engine = Engine(params, cfg, EngineConfig(max_rows=rows, max_length=LENGTH))
+    engine.buckets = [Bucket(rows, packed) for packed in (16 * rows, 48 * rows, LENGTH * rows)]
     engine.compile()
     return engine
 
 
-def d2f_decode(
-    engine: Engine, settings: DecodeConfig, prompts: Sequence[list[int]], max_rows: int = 1
-) -> list[Decoded]:
-    """Run prompts through the engine's slots, each taking the next free one."""
-    waiting = list(range(len(prompts)))[::-1]
-    free = list(range(max_rows))
+def decode(engine: Engine, settings: DecodeConfig, tasks: Sequence[Task]) -> list[Decoded]:
+    """Run the messages through the engine's slots, each taking the next free one."""
+    text = tokenizer.build()
+    waiting = [(i, text.encode(tokenizer.prompt_text(task.message)).ids) for i, task in enumerate(tasks)][::-1]
     out: dict[Hashable, Decoded] = {}
-    while len(out) < len(prompts):
-        while free and waiting:
-            index = waiting.pop()
-            engine.insert(free.pop(), index, prompts[index], settings)
+    while len(out) < len(tasks):
+        for slot in engine.free_slots[: len(waiting)]:
+            engine.insert(slot, *waiting.pop(), settings)
         for row in engine.step():
             if not row.live:
                 out[row.handle] = Decoded(row.ids, row.nfe)
                 engine.evict(row.slot)
-                free.append(row.slot)
-    return [out[i] for i in range(len(prompts))]
+    return [out[i] for i in range(len(tasks))]
 
 
-HEADER = f"{'decoder':26}{'answers':16}{'n':>5}{'exact':>8}{'tokens':>8}{'NFE':>7}{'max':>5}{'tokens/NFE':>12}"
+HEADER = f"{'decoder':30}{'answers':16}{'n':>5}{'exact':>8}{'tokens':>8}{'NFE':>7}{'max':>5}{'tokens/NFE':>12}"
 
 
 def format_row(row: Result) -> str:
     """A line of the table under HEADER."""
     return (
-        f"{row.decoder:26}{row.answers:16}{row.count:5}{row.exact:8.1%}{row.tokens:8.1f}{row.nfe:7.1f}"
+        f"{row.decoder:30}{row.answers:16}{row.count:5}{row.exact:8.1%}{row.tokens:8.1f}{row.nfe:7.1f}"
         f"{row.most_nfe:5}{row.tokens_per_step:12.1f}"
     )
 

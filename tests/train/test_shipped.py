@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 import jdllm.checkpoint
 from jdllm.config import DecodeConfig
-from jdllm.train import decode, evaluate, tasks, tokenizer
+from jdllm.train import evaluate, tasks, tokenizer
 from jdllm.train.__main__ import NAME, SHIPPED
 
 FLOOR = 0.7
@@ -31,19 +31,21 @@ def test_shipped_tokenizers_are_the_generated_one(folder):
     assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.CHAT_TEMPLATE
 
 
-def test_the_base_model_answers_under_lladas_sampler(held_out):
+def test_the_base_model_answers_under_its_own_decoders(held_out):
     model = jdllm.checkpoint.load(BASE)
-    run = lambda prompts: decode.llada_decode(model.params, model.config, prompts)
-    (result,) = evaluate.score(held_out, "base", run, by_length=False)
-    assert result.exact >= FLOOR
+    engine = evaluate.start_engine(model.params, model.config, rows=4)
+    for settings in ({"decoder": "fast-dllm"}, {"decoder": "llada", "steps": 64}):
+        decoded = evaluate.decode(engine, DecodeConfig(**evaluate.DEFAULTS, **settings), held_out)
+        (result,) = evaluate.score(held_out, "base", decoded, by_length=False)
+        assert result.exact >= FLOOR
 
 
-def test_the_d2f_model_answers_under_the_engine_at_its_defaults(held_out):
+def test_the_d2f_model_answers_at_its_defaults(held_out):
     model = jdllm.checkpoint.load(D2F)
     assert model.meta["decoder"] == "d2f"
-    settings = DecodeConfig(**model.meta["defaults"])
-    engine = evaluate.start_engine(model.params, model.config)
-    run = lambda prompts: evaluate.d2f_decode(engine, settings, prompts)
-    (result,) = evaluate.score(held_out, "d2f", run, by_length=False)
+    assert model.meta["defaults"] == evaluate.DEFAULTS
+    engine = evaluate.start_engine(model.params, model.config, rows=4)
+    decoded = evaluate.decode(engine, DecodeConfig(**model.meta["defaults"]), held_out)
+    (result,) = evaluate.score(held_out, "d2f", decoded, by_length=False)
     assert result.exact >= FLOOR
     assert result.tokens_per_step > 2
