@@ -80,9 +80,9 @@ class Tokenizer:
         # Normalisation may shorten a text; a factor of four is beyond what it does.
         return sum(map(len, texts)) // (4 * self._longest)
 
-    def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Raw text to ids."""
-        return self._hf.encode(_encodable(text, field))
+    def encode(self, text: str, field: str = "prompt", *, begins: bool = True) -> list[int]:
+        """Raw text to ids; ``begins``: with whatever the tokenizer puts around a text."""
+        return self._hf.encode(_encodable(text, field), add_special_tokens=begins)
 
     def encode_chat(self, messages: Any, field: str = "messages") -> list[int]:
         """Messages in OpenAI's form to ids, ready for the assistant's answer.

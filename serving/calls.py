@@ -160,7 +160,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         encoded = [words.encode_checked(chat)]
     else:
         field = "prompt"
-        limit_name, lowest = "max_tokens", 0 if request.echo else 1
+        limit_name, lowest = "max_tokens", 0 if request.echo or request.infill else 1
         given = prompts(request.prompt)
         _check_choices(n, len(given), loop)
         for p in given:
@@ -170,19 +170,31 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     asked = getattr(request, limit_name)
     if asked is not None and asked < lowest:
         raise RequestError(limit_name, f"{asked} must be at least {lowest}")
+    behind = words.encode(request.suffix, "suffix", begins=False) if getattr(request, "suffix", None) else []
     seed = random.getrandbits(32) if request.seed is None else request.seed
     news = asyncio.Event()
     jobs = []
     for ids in encoded:
-        max_tokens = _room(len(check_prompt(ids, model.config, field)), asked, limit_name, field, model)
+        max_tokens = _room(len(check_prompt(ids, model.config, field)) + len(behind), asked, limit_name, field, model)
         settings = request.decode(model.config.family, model.defaults_of(name), max_tokens, words, seed)
         settings = dataclasses.replace(settings, adapter=model.adapter_number(name))
+        begin = limit = None
+        if behind:
+            begin, limit = len(ids), len(ids) + max_tokens
+            ids = [*ids, *[model.config.mask_id] * max_tokens, *behind]
+            settings = dataclasses.replace(settings, infill=True, max_tokens=0)
+        elif settings.infill:
+            begin = ids.index(model.config.mask_id) if model.config.mask_id in ids else None
         for i in range(n):
             decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
-            jobs.append(Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream)))
+            job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
+            job.begin, job.limit = begin, limit
+            jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:
+        if behind or request.infill:
+            raise RequestError("echo", "is not possible with suffix or infill: the prompt itself is filled")
         heads = [p if isinstance(p, str) else words.decode(p) for p in given]
-    if asked == 0:  # nothing but the echo
+    if asked == 0 and not any(job.decode.infill for job in jobs):  # nothing but the echo
         for job in jobs:
             job.finish_reason = "length"
         news.set()
@@ -194,7 +206,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         chat=isinstance(request, ChatRequest),
         jobs=jobs,
         heads=[head for head in heads or [""] * len(encoded) for _ in range(n)],
-        prompt_tokens=sum(map(len, encoded)),
+        prompt_tokens=sum(map(len, encoded)) + len(behind) * len(encoded),
         news=news,
         usage_chunk=bool(options and options.include_usage),
         usage_always=bool(options and options.continuous_usage_stats),

@@ -22,6 +22,9 @@ class Job:
         arrived, started: by time.monotonic; when it was made, and when it got its slot.
         read: tokens of the row that the answer has.
         slots: those that it holds; its row is in the first.
+        begin, limit: canvas positions between which its answer lies; None for the prompt's end and for no limit. With
+            a limit the first stop id between them ends the answer, though the row goes on to its last mask.
+        cut: such a stop id was met.
     """
 
     prompt_ids: Sequence[int]
@@ -37,6 +40,9 @@ class Job:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     read: int = 0
     slots: Sequence[int] = ()
+    begin: int | None = None
+    limit: int | None = None
+    cut: bool = False
 
     @property
     def done(self) -> bool:

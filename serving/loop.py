@@ -243,18 +243,25 @@ class EngineLoop:
             engine.evict(row.slot)
             self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))
             return
-        end = (row.stop if row.stop >= 0 else row.prefix) - row.prompt_length
+        begin = row.prompt_length if job.begin is None else job.begin
+        end = row.stop if row.stop >= 0 else row.prefix
+        end = (end if job.limit is None else min(end, job.limit)) - begin
         if end > job.read:
-            job.answer.extend(row.tokens[row.prompt_length + job.read : row.prompt_length + end].tolist())
+            ids = row.tokens[begin + job.read : begin + end].tolist()
             if not job.read:
                 self._metrics.first_text_seconds.observe(time.monotonic() - job.arrived)
             job.read = end
+            if job.limit is not None:
+                kept = next((i for i, token in enumerate(ids) if token in (job.decode.stop_ids or ())), None)
+                ids, job.cut = ([] if job.cut else ids[:kept]), job.cut or kept is not None
+            job.answer.extend(ids)
             if job.stream:
                 self._news[id(job)] = job
         if job.answer.stopped or not row.live:
             job.answer.close()
             engine.evict(row.slot)
-            self._finish(row.slot, job, "stop" if job.answer.stopped else row.finish_reason or "length")
+            stopped = job.answer.stopped or job.cut
+            self._finish(row.slot, job, "stop" if stopped else row.finish_reason or "length")
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()

@@ -24,10 +24,10 @@ class ServedModel:
         new_engine: makes a compiled engine.
         config: shape and special ids.
         max_length: canvas positions, prompt and answer together.
-        adapters: names of the LoRA adapters beside the weights; the first is 1 in DecodeConfig.
         defaults: decode settings that the checkpoint recommends.
         fingerprint: OpenAI's ``system_fingerprint``.
         compiles: programs that this process has compiled so far.
+        adapters: names of the LoRA adapters beside the weights; the first is 1 in DecodeConfig.
     """
 
     new_engine: "Callable[[Progress], Engine]"
@@ -35,10 +35,10 @@ class ServedModel:
     config: ModelConfig
     max_rows: int
     max_length: int
-    adapters: Sequence[str] = ()
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fingerprint: str = "jdllm"
     compiles: Callable[[], int] = lambda: 0
+    adapters: Sequence[str] = ()
 
     def adapter_number(self, name: str) -> int:
         """DecodeConfig's ``adapter`` for requests to the model of this name."""

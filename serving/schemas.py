@@ -43,7 +43,6 @@ NEUTRAL: Mapping[str, Sequence[Any] | object] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "suffix": ("",),
     "best_of": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -140,7 +139,7 @@ class _Request(BaseModel):
         return unknown
 
 
-_SET_APART = ("max_tokens", "seed", "stop_ids", "eot_id")
+_SET_APART = ("max_tokens", "seed", "stop_ids", "eot_id", "adapter")
 _DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in _SET_APART)
 
 
@@ -155,6 +154,7 @@ class CompletionRequest(_Request):
     """POST /v1/completions."""
 
     prompt: Any = None
+    suffix: StrictStr | None = None
     echo: StrictBool | None = None
 
 

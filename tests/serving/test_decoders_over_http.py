@@ -1,0 +1,106 @@
+"""Every decoder, the adapters and infill through a real server: the base model with its D2F adapter beside it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import Process
+
+from jdllm.tokenizer import load
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden"
+ADAPTER = "llada-tiny-d2f-lora"
+NAMES = {
+    "d2f:llada": "d2f-b8-paper",
+    "llada_vanilla": "vanilla-cfg-0.5",
+    "fast_dllm_llada": "fast-dual-thr0.9",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from jdllm.convert.__main__ import main as convert
+
+    folder = tmp_path_factory.mktemp("decoders") / "base"
+    assert convert([str(GOLDEN / "llada-tiny"), str(folder), "--dtype", "float32"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    running = Process(folder, "--adapter", f"{ADAPTER}={GOLDEN / ADAPTER}", "--max-rows", "4", "--max-length", "128")
+    running.wait_for("ready after", 300)
+    yield running
+    running.end()
+
+
+def complete(server, **fields) -> dict:
+    reply = httpx.post(f"{server.url}/v1/completions", json=fields, timeout=60)
+    return reply.json() | {"status": reply.status_code}
+
+
+def test_golden_traces_at_the_same_time(golden, server, folder):
+    """D2F with its adapter, LLaDA with guidance (two slots) and Fast-dLLM: the official text, in one batch."""
+    words = load(folder, golden.config("llada-tiny"))
+    traces = [t for algorithm, name in NAMES.items() for t in golden.traces(algorithm) if t.name == name]
+    assert len(traces) == len(NAMES)
+
+    def ask(trace):
+        changed = ("decoder", "max_tokens", "block_size", "steps", "cache", "threshold", "cfg_scale", "early_stop")
+        fields = {name: getattr(trace.decode, name) for name in changed}
+        if trace.decode.decoder == "d2f":
+            fields = {k: v for k, v in fields.items() if k not in ("steps", "cache", "threshold", "cfg_scale")}
+        if trace.decode.decoder == "fast-dllm":
+            fields.pop("cfg_scale")
+        return complete(server, model=trace.adapter or "base", prompt=trace.prompt, temperature=0, **fields)
+
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(ask, traces * 3))
+    for trace, reply in zip(traces * 3, replies, strict=True):
+        ids = trace.expected_ids
+        ids = ids[: ids.index(361)] if 361 in ids else ids
+        assert reply["status"] == 200, (reply, server.log)
+        assert reply["choices"][0]["text"] == words.decode(ids), trace.name
+
+
+def test_models_are_the_base_and_its_adapters(server):
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == ["base", ADAPTER]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"decoder": "dream"}, "decoder"),
+        ({"decoder": "llada", "skip_threshold": 0.9}, "skip_threshold"),
+        ({"decoder": "llada", "steps": 7, "max_tokens": 64, "block_size": 32}, "steps"),
+        ({"decoder": "fast-dllm", "cache": "full"}, "cache"),
+        ({"echo": True, "suffix": "b"}, "echo"),
+    ],
+)
+def test_bad_settings_are_named(server, fields, param):
+    reply = complete(server, model="base", prompt="a", **fields)
+    assert reply["status"] == 400 and reply["error"]["param"] == param
+
+
+@pytest.mark.parametrize("decoder", ["fast-dllm", "d2f", "llada"])
+def test_suffix_is_filled_towards(server, decoder):
+    """The middle alone comes back, at most max_tokens of it, plain and streamed alike."""
+    fields = dict(model="base", prompt="Hello ", suffix=" world", max_tokens=12, temperature=0, decoder=decoder)
+    reply = complete(server, **fields)
+    assert reply["status"] == 200, reply
+    assert 0 <= reply["usage"]["completion_tokens"] <= 12
+    text = ""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**fields, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                text += httpx.Response(200, text=line[6:]).json()["choices"][0]["text"]
+    assert text == reply["choices"][0]["text"]
+
+
+def test_infill_answers_from_the_first_mask_on(server, golden):
+    mask = golden.config("llada-tiny").mask_id
+    reply = complete(server, model="base", prompt=[5, 6, mask, 7], infill=True, max_tokens=0, temperature=0)
+    assert reply["status"] == 200, reply
+    assert reply["usage"]["completion_tokens"] in (0, 1, 2)
