@@ -80,8 +80,7 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port: {args.port} must be from 0 to 65535")
     folder = runtime.model_folder(args.model)
-    args.adapters = runtime.adapter_folders(args.adapter)
-    if taken := {*(args.served_model_name or [folder.name])} & args.adapters.keys():
+    if taken := {*(args.served_model_name or [folder.name])} & runtime.adapter_folders(args.adapter).keys():
         raise UsageError(f"--adapter: {taken.pop()} is the name of the model itself")
     template = None
     if args.chat_template:
@@ -110,8 +109,9 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
         def capture_signals(self) -> Iterator[None]:
             yield  # ours are set below: they drain first, and the process ends with 0
 
+    adapters = runtime.adapter_folders(args.adapter)
     config = ServerConfig(
-        names=(*(args.served_model_name or [folder.name]), *args.adapters),
+        names=(*(args.served_model_name or [folder.name]), *adapters),
         queue_limit=args.queue_limit,
         api_key=args.api_key,
         strict_api=args.strict_api,
@@ -142,7 +142,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
             steps_per_dispatch=args.steps_per_dispatch,
             dtype=args.dtype,
             chat_template=template,
-            adapters=args.adapters,
+            adapters=adapters,
         ),
         on_change,
     )
