@@ -79,6 +79,7 @@ class DecodeConfig:
         seed: random numbers depend on it, the step and the position alone.
         early_stop: end as soon as the text up to the first stop id is settled. False is the reference's behaviour:
             every existing block is decoded to its last mask.
+        min_tokens: the first so many positions after the prompt never hold a stop id.
         infill: mask ids inside the prompt are filled in place; otherwise they are ordinary input.
         stop_ids: committing one of these ends the text there and adds no further block; None means the model's
             end-of-text id, () means none.
@@ -109,6 +110,7 @@ class DecodeConfig:
     top_k: int = 0
     seed: int = 0
     early_stop: bool = True
+    min_tokens: int = 0
     infill: bool = False
     stop_ids: tuple[int, ...] | None = None
     eot_id: int | None = None
@@ -127,6 +129,7 @@ class DecodeConfig:
             check(optional or value in known, name, f"{value!r} is not known; use one of {', '.join(known)}")
         for name, low, high in (
             ("max_tokens", 0, 1 << 20),
+            ("min_tokens", 0, 1 << 20),
             ("block_size", 1, 1 << 20),
             ("steps", 1, 1 << 20),
             ("top_k", 0, 1 << 30),

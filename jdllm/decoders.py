@@ -19,9 +19,7 @@ from jdllm.config import (
     need,
 )
 
-COMMON = frozenset(
-    ("decoder", "max_tokens", "temperature", "seed", "early_stop", "infill", "stop_ids", "eot_id", "adapter")
-)
+COMMON = frozenset("decoder max_tokens min_tokens temperature seed early_stop infill stop_ids eot_id adapter".split())
 """Settings that every decoder reads."""
 
 OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "cfg_scale": 0.0, "alg_temp": 0.0}
@@ -280,6 +278,7 @@ def row_numbers(
         "prompt_length": P,
         "fill_from": fill_from,
         "limit": limit,
+        "stop_from": P + decode.min_tokens,
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,

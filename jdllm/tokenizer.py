@@ -66,6 +66,10 @@ class Tokenizer:
         self._longest = max(len(text.encode()) for text in vocab)
         self.warnings = self._find_warnings()
 
+    def piece(self, token: int) -> bytes:
+        """What an answer shows for one token; nothing for special ones."""
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
     @property
     def chat_template(self) -> str | None:
         """Jinja text, or None: then chats cannot be rendered."""

@@ -6,7 +6,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jdllm.config import RequestError
@@ -28,6 +28,7 @@ class Call:
 
     Attributes:
         chat: answers are messages, not texts.
+        piece: the bytes of a token, for log-probabilities.
         jobs: by ``index`` of the choice.
         heads: text to put before each answer (``echo``).
         prompt_tokens: of all prompts; a prompt counts once, however many answers it gets.
@@ -37,6 +38,7 @@ class Call:
     model: str
     fingerprint: str
     chat: bool
+    piece: Callable[[int], bytes]
     jobs: list[Job]
     heads: list[str]
     prompt_tokens: int
@@ -63,13 +65,16 @@ class Call:
         for i, job in enumerate(self.jobs):
             text = self.heads[i] + job.answer.text
             content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": i, **content, "logprobs": None, "finish_reason": job.finish_reason})
+            logprobs = self._logprobs(i, 0, job.answer.tokens)
+            choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": job.finish_reason})
         name = "chat.completion" if self.chat else "text_completion"
         return {**self._frame(name), "choices": choices, "usage": self.usage()}
 
     async def events(self, keep_alive: float) -> AsyncIterator[str]:
         """Server-sent events: settled text as it comes, then the reasons, then usage where it was asked for."""
         sent = [0] * len(self.jobs)  # parts of each answer
+        shown = [0] * len(self.jobs)  # characters in them
+        told = [0] * len(self.jobs)  # tokens whose log-probabilities were sent
         open_jobs = set(range(len(self.jobs)))
         for i, head in enumerate(self.heads):
             if head:
@@ -90,11 +95,15 @@ class Call:
                     yield _event(job.error.body())
                     return
                 if parts or (done and self.chat and not sent[i]):
-                    yield self._chunk(i, "".join(parts), first=not sent[i])
-                    sent[i] += len(parts)
+                    text = "".join(parts)
+                    shown[i] += len(text)
+                    tokens = job.answer.tokens_within(shown[i])
+                    yield self._chunk(i, text, first=not sent[i], logprobs=self._logprobs(i, told[i], tokens))
+                    sent[i], told[i] = sent[i] + len(parts), tokens
                 if done:
                     open_jobs.remove(i)
-                    yield self._chunk(i, None, reason=job.finish_reason)
+                    rest = self._logprobs(i, told[i], job.answer.tokens) if told[i] < job.answer.tokens else None
+                    yield self._chunk(i, None, reason=job.finish_reason, logprobs=rest)
         if self.usage_chunk:
             yield _event({**self._frame(self._chunk_name), "choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
@@ -121,14 +130,45 @@ class Call:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _chunk(self, index: int, text: str | None, first: bool = False, reason: str | None = None) -> str:
+    def _logprobs(self, index: int, start: int, stop: int) -> dict[str, Any] | None:
+        """OpenAI's object for some tokens of an answer: the log-probability that each had in the pass that committed
+        it, before temperature and filters. None if they were not asked for."""
+        job = self.jobs[index]
+        if not job.logprobs:
+            return None
+        answer, tokens = job.answer, range(start, stop)
+        pieces = [self.piece(answer.ids[t]) for t in tokens]
+        texts = [piece.decode("utf-8", "replace") for piece in pieces]
+        values = [answer.logprobs[t] for t in tokens]
+        if not self.chat:
+            head = len(self.heads[index])
+            return {
+                "tokens": texts,
+                "token_logprobs": values,
+                "top_logprobs": [{text: value} for text, value in zip(texts, values, strict=True)],
+                "text_offset": [head + answer.offset(t) for t in tokens],
+            }
+        found = [
+            {"token": text, "logprob": value, "bytes": list(piece)}
+            for text, value, piece in zip(texts, values, pieces, strict=True)
+        ]
+        return {"content": [{**one, "top_logprobs": [one]} for one in found], "refusal": None}
+
+    def _chunk(
+        self,
+        index: int,
+        text: str | None,
+        first: bool = False,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
         if self.chat:
             # The role comes with the first text, so that a client's time to first token is that of a token.
             delta = ({"role": "assistant"} if first else {}) | ({} if text is None else {"content": text})
             content: dict[str, Any] = {"delta": delta}
         else:
             content = {"text": text or ""}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._frame(self._chunk_name), "choices": [choice]}
         if self.usage_always:
             chunk["usage"] = self.usage()
@@ -147,7 +187,8 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options", "is only possible with stream: true")
-    stops = request.stop_strings()
+    stops, wants_logprobs = request.stop_strings(), request.wants_logprobs()
+    seconds, priority = request.timing()
     n = 1 if request.n is None else request.n
     heads: list[str] = []
     if isinstance(request, ChatRequest):
@@ -188,7 +229,8 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         for i in range(n):
             decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
-            job.begin, job.limit = begin, limit
+            job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
+            job.deadline = None if seconds is None else job.arrived + seconds
             jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:
         if behind or request.infill:
@@ -204,6 +246,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         model=name,
         fingerprint=model.fingerprint,
         chat=isinstance(request, ChatRequest),
+        piece=words.piece,
         jobs=jobs,
         heads=[head for head in heads or [""] * len(encoded) for _ in range(n)],
         prompt_tokens=sum(map(len, encoded)) + len(behind) * len(encoded),

@@ -20,6 +20,9 @@ class Job:
         error: why it ended otherwise.
         nfe: forward passes so far.
         arrived, started: by time.monotonic; when it was made, and when it got its slot.
+        deadline: by time.monotonic; when it ends with an error if it has not ended, or None.
+        logprobs: the answer shall have those of its tokens.
+        priority: lower ones leave the queue first; equal ones in order of arrival.
         read: tokens of the row that the answer has.
         slots: those that it holds; its row is in the first.
         begin, limit: canvas positions between which its answer lies; None for the prompt's end and for no limit. With
@@ -38,6 +41,9 @@ class Job:
     cancelled: bool = False
     started: float = 0.0
     arrived: float = dataclasses.field(default_factory=time.monotonic)
+    deadline: float | None = None
+    priority: int = 0
+    logprobs: bool = False
     read: int = 0
     slots: Sequence[int] = ()
     begin: int | None = None

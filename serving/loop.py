@@ -1,10 +1,11 @@
 """The one thread that owns the device: it loads, compiles, and then steps for as long as there is work.
 
 Other threads talk to it through ``submit``, ``cancel`` and ``drain``; it talks back by filling a job's answer and
-posting the job's ``notify``. Requests wait first in, first out, for a free slot, and join and leave at any step.
+posting the job's ``notify``. Requests wait for a free slot by priority, equal ones first in, first out, and join and
+leave at any step. One that misses its deadline leaves with an error, wherever it is.
 """
 
-import collections
+import bisect
 import logging
 import threading
 import time
@@ -58,7 +59,7 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.draining = False
         self._stopping = False
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
         self._news: dict[int, Job] = {}
         self._mean_seconds = 1.0  # of a request in its slot, moving average
@@ -100,7 +101,9 @@ class EngineLoop:
                     headers=retry_headers(max(wait, 1.0)),
                 )
             self._metrics.admitted.inc(len(jobs))
-            self._waiting.extend(jobs)
+            for job in jobs:
+                place = bisect.bisect_right(self._waiting, job.priority, key=lambda waiting: waiting.priority)
+                self._waiting.insert(place, job)
             self._changed.notify()
 
     @property
@@ -193,10 +196,13 @@ class EngineLoop:
                     self._changed.wait()
                 if self._stopping:
                     return
+                late = self._late_in_queue()
                 left = [slot for slot, job in self._running.items() if job.cancelled]
                 for slot in left:
                     del self._running[slot]
                 joined = self._admit()
+            for job in late:
+                self._miss(job)
             # Outside the lock: this takes the device's time, and clients must not wait for it.
             self._metrics.cancelled.inc(len(left))
             for slot in left:
@@ -218,11 +224,25 @@ class EngineLoop:
         free, joined = [slot for slot in range(self._slots) if slot not in taken], []
         # A job that needs more slots than there are goes in too: the engine refuses it by name.
         while self._waiting and len(free) >= min(slots_needed(self._waiting[0].decode), self._slots):
-            job = self._waiting.popleft()
+            job = self._waiting.pop(0)
             job.slots, free = free[: slots_needed(job.decode)], free[slots_needed(job.decode) :]
             self._running[job.slots[0]] = job
             joined.append(job)
         return joined
+
+    def _late_in_queue(self) -> list[Job]:
+        """Take out of the queue those that have missed their deadlines."""
+        now = time.monotonic()
+        late = [job for job in self._waiting if job.deadline is not None and now > job.deadline]
+        self._waiting = [job for job in self._waiting if job not in late] if late else self._waiting
+        return late
+
+    def _miss(self, job: Job) -> None:
+        """End a job that has left queue and slot because of its deadline. (Clients must not repeat it.)"""
+        self._metrics.failed.inc()
+        self._news[id(job)] = job
+        text = "the deadline passed before the answer was complete"
+        job.error = ApiError(504, text, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
     def _insert(self, engine: "Engine", job: Job) -> None:
         try:
@@ -239,6 +259,11 @@ class EngineLoop:
         if job is None or job.cancelled or row.handle != job:
             return
         job.nfe = row.nfe
+        if row.live and job.deadline is not None and time.monotonic() > job.deadline:
+            engine.evict(row.slot)
+            del self._running[row.slot]
+            self._miss(job)
+            return
         if row.failed:
             engine.evict(row.slot)
             self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))
@@ -247,14 +272,17 @@ class EngineLoop:
         end = row.stop if row.stop >= 0 else row.prefix
         end = (end if job.limit is None else min(end, job.limit)) - begin
         if end > job.read:
-            ids = row.tokens[begin + job.read : begin + end].tolist()
+            new = slice(begin + job.read, begin + end)
+            ids, kept = row.tokens[new].tolist(), None
             if not job.read:
                 self._metrics.first_text_seconds.observe(time.monotonic() - job.arrived)
             job.read = end
             if job.limit is not None:
-                kept = next((i for i, token in enumerate(ids) if token in (job.decode.stop_ids or ())), None)
-                ids, job.cut = ([] if job.cut else ids[:kept]), job.cut or kept is not None
-            job.answer.extend(ids)
+                stops = job.decode.stop_ids or ()
+                kept = 0 if job.cut else next((i for i, token in enumerate(ids) if token in stops), None)
+                job.cut = kept is not None
+            logprobs = row.logprobs[new][:kept].tolist() if job.logprobs else ()
+            job.answer.extend(ids[:kept], logprobs)
             if job.stream:
                 self._news[id(job)] = job
         if job.answer.stopped or not row.live:
@@ -322,6 +350,6 @@ class EngineLoop:
 
     def _oldest_wait(self) -> float:
         try:
-            return time.monotonic() - self._waiting[0].arrived
-        except IndexError:
+            return time.monotonic() - min(job.arrived for job in self._waiting)
+        except ValueError:
             return 0.0

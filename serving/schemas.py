@@ -14,6 +14,7 @@ from jdllm.decoders import decode_config
 from jdllm.tokenizer import Tokenizer
 
 MAX_STOPS = 4
+MOST_MILLISECONDS = 86_400_000
 
 ANY = object()
 NEUTRAL: Mapping[str, Sequence[Any] | object] = {
@@ -34,8 +35,6 @@ NEUTRAL: Mapping[str, Sequence[Any] | object] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -45,7 +44,6 @@ NEUTRAL: Mapping[str, Sequence[Any] | object] = {
     "modalities": (["text"],),
     "best_of": (1,),
     "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
     "stop_token_ids": ([],),
     "skip_special_tokens": (True,),
@@ -74,6 +72,9 @@ class _Request(BaseModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool | None = None
+    min_tokens: StrictInt | None = None
+    deadline_ms: StrictFloat | None = None
+    priority: StrictInt | None = None
 
     max_tokens: StrictInt | None = None
     temperature: StrictFloat | None = None
@@ -109,6 +110,15 @@ class _Request(BaseModel):
             raise RequestError("stop", f"{len(stops)} strings; at most {MAX_STOPS} are possible")
         return [s for s in stops if s]
 
+    def timing(self) -> tuple[float | None, int]:
+        """Seconds that the request has, or None, and its priority."""
+        if self.deadline_ms is not None and not 0 < self.deadline_ms <= MOST_MILLISECONDS:
+            raise RequestError("deadline_ms", f"{self.deadline_ms!r} must be above 0, at most {MOST_MILLISECONDS}")
+        priority = self.priority or 0
+        if abs(priority) > 1 << 30:
+            raise RequestError("priority", f"{priority} must be from {-(1 << 30)} to {1 << 30}")
+        return (None if self.deadline_ms is None else self.deadline_ms / 1000), priority
+
     def decode(
         self, family: str, defaults: Mapping[str, Any], max_tokens: int, words: Tokenizer, seed: int
     ) -> DecodeConfig:
@@ -120,8 +130,11 @@ class _Request(BaseModel):
         if not 0 <= given.get("temperature", 0) <= 2:
             raise RequestError("temperature", f"{self.temperature!r} must be a number from 0 to 2")
         decode = decode_config({**given, "max_tokens": max_tokens, "seed": seed}, family, defaults)
+        least = self.min_tokens or 0
+        if not 0 <= least <= max_tokens:
+            raise RequestError("min_tokens", f"{least} must be from 0 to max_tokens, here {max_tokens}")
         stop_ids = () if self.ignore_eos else words.stop_ids if decode.early_stop else None
-        return dataclasses.replace(decode, stop_ids=stop_ids, eot_id=words.eot_id)
+        return dataclasses.replace(decode, stop_ids=stop_ids, eot_id=words.eot_id, min_tokens=least)
 
     def unknown_fields(self) -> list[str]:
         """Fields that nobody knows.
@@ -139,8 +152,14 @@ class _Request(BaseModel):
         return unknown
 
 
-_SET_APART = ("max_tokens", "seed", "stop_ids", "eot_id", "adapter")
+_SET_APART = ("max_tokens", "min_tokens", "seed", "stop_ids", "eot_id", "adapter")
 _DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in _SET_APART)
+
+
+def _check_alternatives(field: str, asked: int, temperature: float | None) -> None:
+    """Alternatives are the token itself, which at temperature 0 is the most probable one."""
+    if asked < 0 or asked > 1 or (asked and temperature):
+        raise RequestError(field, f"{asked} is not supported; 0 is, and 1 at temperature 0")
 
 
 class ChatRequest(_Request):
@@ -148,6 +167,14 @@ class ChatRequest(_Request):
 
     messages: Any = None
     max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+
+    def wants_logprobs(self) -> bool:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs", "needs logprobs: true")
+        _check_alternatives("top_logprobs", self.top_logprobs or 0, self.temperature)
+        return bool(self.logprobs)
 
 
 class CompletionRequest(_Request):
@@ -156,6 +183,13 @@ class CompletionRequest(_Request):
     prompt: Any = None
     suffix: StrictStr | None = None
     echo: StrictBool | None = None
+    logprobs: StrictInt | None = None
+
+    def wants_logprobs(self) -> bool:
+        if self.logprobs is not None and self.echo:
+            raise RequestError("logprobs", "is not possible with echo: a masked model gives a prompt no probabilities")
+        _check_alternatives("logprobs", self.logprobs or 0, self.temperature)
+        return self.logprobs is not None
 
 
 class TokenizeRequest(BaseModel):

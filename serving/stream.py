@@ -1,7 +1,7 @@
 """The text of one answer as its tokens become final: incremental, and never past a stop string."""
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jdllm.tokenizer import Detokenizer
 
@@ -45,20 +45,25 @@ class Answer:
     Attributes:
         parts: settled pieces of text.
         stopped: a stop string was met; the text ended before it.
+        ids, logprobs: every token that was given, and its log-probability where ``extend`` was told it.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()):
         self.parts: list[str] = []
         self.stopped = False
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._ends: list[int] = []  # characters of the text after each token, to know which tokens a cut keeps
         self._decoded = 0
         self._shown = 0
 
-    def extend(self, ids: Iterable[int]) -> None:
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
         """Tokens that are final, in order. Those after a stop string are ignored."""
         texts = []
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs)
         for token in ids:
             text = self._detokenizer.feed(token)
             self._decoded += len(text)
@@ -84,6 +89,14 @@ class Answer:
         if not self.stopped:
             return len(self._ends)
         return bisect.bisect_left(self._ends, self._shown) + 1 if self._shown else 0
+
+    def tokens_within(self, characters: int) -> int:
+        """How many tokens lie whole in the first ``characters`` of the text."""
+        return min(bisect.bisect_right(self._ends, characters), self.tokens)
+
+    def offset(self, token: int) -> int:
+        """Characters of the text before a token."""
+        return self._ends[token - 1] if token else 0
 
     def _add(self, text: str) -> None:
         if not self.stopped:

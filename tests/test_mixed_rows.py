@@ -199,3 +199,21 @@ def test_without_infill_a_mask_id_is_ordinary_input(engine, decoder):
     while not (rows := engine.step()) or rows[0].live:
         pass
     assert rows[0].tokens[:3].tolist() == [5, mask, 8] and mask not in rows[0].canvas_ids
+
+
+@pytest.mark.parametrize("decoder", ["d2f", "llada", "fast-dllm"])
+def test_min_tokens_keeps_stop_ids_away(engine, decoder):
+    """A model that says nothing but the stop id: not before min_tokens, and at once from there on."""
+    stop = run(engine, [([5], DecodeConfig(decoder=decoder, max_tokens=24, block_size=8, stop_ids=()))])[0][0][3]
+    asked = [
+        (
+            [5],
+            DecodeConfig(
+                decoder=decoder, max_tokens=24, block_size=8, stop_ids=(stop,), min_tokens=n, early_stop=False
+            ),
+        )
+        for n in (0, 12, 24)
+    ]
+    for (ids, *_), least in zip(run(engine, asked), (0, 12, 24), strict=True):
+        assert stop not in ids[:least]
+    assert stop in run(engine, asked[:1])[0][0]

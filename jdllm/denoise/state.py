@@ -51,6 +51,7 @@ class Rows:
         prompt_length: end of the prompt.
         fill_from: first position at which a mask is to be decoded: the end of the prompt, or earlier for infill.
         limit: end of the last block that may be added: prompt plus max_tokens.
+        stop_from: first position whose candidate may be a stop id.
         block_size: positions a block.
         pipelined: bool, blocks are added and activated while earlier ones are decoded, and see no later ones (D2F);
             else one block after the other, and all see all.
@@ -92,6 +93,7 @@ class Rows:
     prompt_length: Array = _column()
     fill_from: Array = _column()
     limit: Array = _column()
+    stop_from: Array = _column()
     block_size: Array = _column()
     pipelined: Array = _column("bool")
     need_add: Array = _column()

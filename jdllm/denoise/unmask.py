@@ -31,7 +31,8 @@ def most_probable(logits: Array, mask_id: int) -> Found:
 def is_special(rows: Rows) -> Array:
     """bool [R]: rows with a temperature, a filter, a ban, or another ranking than by probability."""
     special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0) | rows.chance
-    return special | (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | jnp.any(rows.demoted_ids >= 0, axis=1)
+    special |= (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | jnp.any(rows.demoted_ids >= 0, axis=1)
+    return special | (rows.stop_from > rows.prompt_length)
 
 
 def candidates(
@@ -51,7 +52,8 @@ def candidates(
     total = jax.nn.logsumexp(logits, axis=1)
     # Shifted first: however small the temperature, the favourite stays at 0 and nothing becomes inf - inf.
     shifted = logits - jnp.max(logits, axis=1, keepdims=True)
-    shifted = jnp.where(ids == rows.banned_id[row, None], -jnp.inf, shifted)
+    too_early = jnp.any(ids == rows.stop_ids[row][:, :, None], axis=1) & (position < rows.stop_from[row])[:, None]
+    shifted = jnp.where((ids == rows.banned_id[row, None]) | too_early, -jnp.inf, shifted)
     tempered = shifted / jnp.where(temperature > 0, temperature, 1)[:, None]
     best = _first_highest(_without(tempered, mask_id))
     filters = jnp.any((rows.top_p[row] < 1) | (rows.top_k[row] > 0))

@@ -75,6 +75,14 @@ def echoes(per_step: int = 4) -> Script:
     return script
 
 
+class _Canvas:
+    """What Row reads beside the report: passes of commits, and minus a tenth of each as its log-probability."""
+
+    def __init__(self, slot: int, committed: np.ndarray):
+        self.committed = np.tile(committed, (slot + 1, 1))
+        self.logprobs = -self.committed / 10
+
+
 class ScriptEngine:
     """jdllm.engine.Engine's interface, reports one call late included; the tokens come from a script."""
 
@@ -99,6 +107,7 @@ class ScriptEngine:
         tokens[: len(prompt_ids)] = prompt_ids
         steps = iter(self.script(list(prompt_ids), decode))
         self.rows[slot] = dict(handle=handle, tokens=tokens, P=len(prompt_ids), steps=steps, decode=decode, nfe=0)
+        self.rows[slot]["committed"] = np.zeros(self.length, np.int32)
 
     def evict(self, slot: int) -> None:
         self.rows.pop(slot, None)
@@ -117,6 +126,7 @@ class ScriptEngine:
         revealed = next(row["steps"])
         for at, token in revealed or []:
             tokens[P + at] = token
+            row["committed"][P + at] = row["nfe"] + 1
         failed = revealed is None
         row["nfe"] += 1
         length = P + decode.max_tokens
@@ -137,6 +147,7 @@ class ScriptEngine:
             stop=stop,
             nfe=row["nfe"],
             tokens=tokens.copy(),
+            _call=_Canvas(slot, row["committed"].copy()),
         )
 
 

@@ -287,8 +287,14 @@ def test_seeds_wrap(serve, kit):
         ("decoder", "magic"),
         ("early_stop", 1),
         ("stream", "yes"),
-        ("logprobs", True),
-        ("top_logprobs", 3),
+        ("logprobs", "yes"),
+        ("top_logprobs", 1),
+        ("deadline_ms", 0),
+        ("deadline_ms", "soon"),
+        ("priority", 1 << 40),
+        ("priority", 0.5),
+        ("min_tokens", -1),
+        ("min_tokens", 1000),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("presence_penalty", 0.5),
@@ -434,3 +440,46 @@ def test_ids_without_text(serve, kit):
     answer = [72, 262, 263, kit.SOH, 105, kit.EOS]
     server = serve(lambda prompt, decode: kit.left_to_right(answer))
     assert server.complete("a").json()["choices"][0]["text"] == "Hi"
+
+
+def test_logprobs_of_a_chat(serve, kit):
+    """Those of the passes that committed the tokens: the script says minus a tenth of the pass."""
+    server = serve(kit.says("h\u00e9y"))
+    reply = server.chat(logprobs=True, top_logprobs=1, temperature=0).json()
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert [one["bytes"] for one in content] == [[104], [0xC3], [0xA9], [121]]
+    assert [one["token"] for one in content] == ["h", "\ufffd", "\ufffd", "y"]
+    assert all(one["logprob"] < 0 and one["top_logprobs"][0]["logprob"] == one["logprob"] for one in content)
+    assert len(content) == reply["usage"]["completion_tokens"]
+    streamed = [
+        one
+        for event in server.events("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], logprobs=True)
+        for choice in event["choices"]
+        for one in (choice["logprobs"] or {}).get("content", [])
+    ]
+    assert [one["bytes"] for one in streamed] == [one["bytes"] for one in content]
+    assert server.chat().json()["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_of_a_completion(serve, kit):
+    server = serve(kit.says("one.two"))
+    reply = server.complete("a", logprobs=1, temperature=0, stop=".").json()["choices"][0]
+    assert reply["text"] == "one" and reply["logprobs"]["tokens"] == ["o", "n", "e"]
+    assert reply["logprobs"]["text_offset"] == [0, 1, 2] and len(reply["logprobs"]["token_logprobs"]) == 3
+    assert [list(one) for one in reply["logprobs"]["top_logprobs"]] == [["o"], ["n"], ["e"]]
+    for refused in ({"logprobs": 5}, {"logprobs": 1, "temperature": 0.5}, {"logprobs": 0, "echo": True}):
+        error = server.complete("a", **refused).json()["error"]
+        assert error["param"] == "logprobs"
+
+
+def test_min_tokens_reaches_the_engine(serve, kit):
+    seen = []
+
+    def script(prompt, decode):
+        seen.append(decode.min_tokens)
+        return kit.left_to_right([kit.EOS] * decode.max_tokens, 99)
+
+    server = serve(script)
+    server.complete("a", max_tokens=9, min_tokens=4)
+    server.complete("a", max_tokens=9)
+    assert seen == [4, 0]

@@ -332,3 +332,36 @@ def test_comments_while_a_stream_waits(serve, kit):
             lines = list(response.iter_lines())
         first.result()
     assert lines.count(": waiting") >= 2 and lines[-2] == "data: [DONE]"
+
+
+def test_a_deadline_ends_a_request_in_its_slot_and_in_the_queue(serve, kit):
+    """504, not to be repeated; the slot is free at once, and the neighbour goes on."""
+    server = serve(kit.says("x", end=False), rows=1, length=4000, step_seconds=0.01)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(server.complete, "a", max_tokens=2000, deadline_ms=300)
+        kit.until(lambda: server.engine.rows)
+        queued = pool.submit(server.complete, "b", max_tokens=5, deadline_ms=100)
+        patient = pool.submit(server.complete, "c", max_tokens=5, deadline_ms=60_000)
+        for late in (first.result(), queued.result()):
+            assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+            assert late.json()["error"]["code"] == "deadline_exceeded"
+        assert patient.result().json()["choices"][0]["text"] == "xxxxx"
+    assert not server.engine.rows and server.metric("jdllm_requests_failed_total") == 2
+
+
+def test_priority_orders_the_queue(serve, kit):
+    order = []
+
+    def script(prompt, decode):
+        order.append(bytes(prompt).decode())
+        return kit.says("x", end=False)(prompt, decode)
+
+    server = serve(script, rows=1, length=2000, step_seconds=0.005)
+    with ThreadPoolExecutor(5) as pool:
+        replies = [pool.submit(server.complete, "first", max_tokens=100)]
+        kit.until(lambda: order)
+        for waiting, (name, priority) in enumerate([("b", 0), ("late", 9), ("c", 0), ("urgent", -1)], 1):
+            replies.append(pool.submit(server.complete, name, max_tokens=2, priority=priority))
+            kit.until(lambda n=waiting: server.metric("jdllm_requests_waiting") == n)
+        assert all(reply.result().status_code == 200 for reply in replies)
+    assert order == ["first", "urgent", "b", "c", "late"]
