@@ -21,7 +21,13 @@ from jdllm.serving.gate import Gate
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.metrics import Metrics
 from jdllm.serving.model import ServedModel
-from jdllm.serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jdllm.serving.schemas import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 log = logging.getLogger("jdllm.serving")
 
@@ -81,6 +87,7 @@ def create_app(
     started = int(time.time())
     told: set[str] = set()  # unknown fields that the log has named
     clients: list[asyncio.AbstractEventLoop] = []
+    calls: dict[str, list[Call]] = {}  # by X-Request-ID, which clients choose, so that several may share one
     loop = EngineLoop(open_model, metrics, lambda f: clients[0].call_soon_threadsafe(f), config.queue_limit, on_change)
 
     @contextlib.asynccontextmanager
@@ -115,9 +122,14 @@ def create_app(
                 end = "; further ones will not be named" if len(told) == MAX_TOLD else ""
                 log.warning("ignored, here and from now on, unknown fields: %s%s", ", ".join(map(repr, fresh)), end)
         call = open_call(body, body.model or config.names[0], model, loop)
+        request_id = request.state.request_id
+        calls.setdefault(request_id, []).append(call)
 
         def done() -> None:
             loop.cancel(call.jobs)
+            calls[request_id].remove(call)
+            if not calls[request_id]:
+                del calls[request_id]
             if all(job.finish_reason for job in call.jobs):
                 usage = call.usage()
                 metrics.prompt_tokens.inc(usage["prompt_tokens"])
@@ -137,6 +149,14 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, await _body(request, CompletionRequest))
+
+    @app.post("/v1/abort")
+    async def abort(request: Request) -> Mapping[str, Any]:
+        body = await _body(request, AbortRequest)
+        found = calls.get(body.request_id, [])
+        jobs = [job for call in found for job in call.jobs if not job.done]
+        loop.abort(jobs)
+        return {"request_id": body.request_id, "aborted": len(jobs)}
 
     @app.get("/v1/models")
     async def models() -> Mapping[str, Any]:

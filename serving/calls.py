@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import time
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 from jdllm.config import RequestError
 from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
-from jdllm.serving.job import Job
+from jdllm.serving.job import Commit, Job
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.model import ServedModel
 from jdllm.serving.schemas import ChatRequest, CompletionRequest, prompts
@@ -75,6 +76,7 @@ class Call:
         sent = [0] * len(self.jobs)  # parts of each answer
         shown = [0] * len(self.jobs)  # characters in them
         told = [0] * len(self.jobs)  # tokens whose log-probabilities were sent
+        drawn = [0] * len(self.jobs)  # commits that were sent
         open_jobs = set(range(len(self.jobs)))
         for i, head in enumerate(self.heads):
             if head:
@@ -91,6 +93,10 @@ class Call:
                 job = self.jobs[i]
                 done = job.done  # before the text is read, so that none that comes between is lost
                 parts = job.answer.parts[sent[i] :]
+                if job.commits and len(job.commits) > drawn[i]:
+                    news = job.commits[drawn[i] :]
+                    drawn[i] += len(news)
+                    yield self._canvas(i, news)
                 if job.error:
                     yield _event(job.error.body())
                     return
@@ -129,6 +135,22 @@ class Call:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
+
+    def _canvas(self, index: int, commits: Sequence[Commit]) -> str:
+        """What the canvas of an answer got in one or more passes, as a chunk without choices, which clients of text
+        pass over."""
+        found = [
+            {
+                "position": c.position,
+                "id": c.token,
+                "text": self.piece(c.token).decode("utf-8", "replace"),
+                "confidence": round(math.exp(c.logprob), 6),
+                "step": c.step,
+            }
+            for c in commits
+        ]
+        frame = {**self._frame(self._chunk_name), "choices": [], "canvas": {"index": index, "commits": found}}
+        return _event(frame)
 
     def _logprobs(self, index: int, start: int, stop: int) -> dict[str, Any] | None:
         """OpenAI's object for some tokens of an answer: the log-probability that each had in the pass that committed
@@ -187,6 +209,8 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
     options = request.stream_options
     if options is not None and not request.stream:
         raise RequestError("stream_options", "is only possible with stream: true")
+    if request.canvas and not request.stream:
+        raise RequestError("canvas", "is only possible with stream: true")
     stops, wants_logprobs = request.stop_strings(), request.wants_logprobs()
     seconds, priority = request.timing()
     n = 1 if request.n is None else request.n
@@ -231,6 +255,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
             job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
             job.deadline = None if seconds is None else job.arrived + seconds
+            job.commits = [] if request.canvas else None
             jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:
         if behind or request.infill:

@@ -27,6 +27,7 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if not (request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= 200):
             request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":

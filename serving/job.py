@@ -9,6 +9,23 @@ from jdllm.serving.errors import ApiError
 from jdllm.serving.stream import Answer
 
 
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """One position of the canvas, decided.
+
+    Attributes:
+        position: counted from the end of the prompt.
+        token: its id.
+        logprob: in the pass that committed it.
+        step: that pass, from 1.
+    """
+
+    position: int
+    token: int
+    logprob: float
+    step: int
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """One row's worth of work, from its arrival to its end.
@@ -22,6 +39,7 @@ class Job:
         arrived, started: by time.monotonic; when it was made, and when it got its slot.
         deadline: by time.monotonic; when it ends with an error if it has not ended, or None.
         logprobs: the answer shall have those of its tokens.
+        commits: what the canvas got, in order (``Commit``), or None where nobody watches.
         priority: lower ones leave the queue first; equal ones in order of arrival.
         read: tokens of the row that the answer has.
         slots: those that it holds; its row is in the first.
@@ -44,6 +62,7 @@ class Job:
     deadline: float | None = None
     priority: int = 0
     logprobs: bool = False
+    commits: list[Commit] | None = None
     read: int = 0
     slots: Sequence[int] = ()
     begin: int | None = None

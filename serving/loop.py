@@ -16,7 +16,7 @@ from jdllm.config import RequestError
 from jdllm.decoders import slots_needed
 from jdllm.runtime import NOT_FINITE
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
-from jdllm.serving.job import Job
+from jdllm.serving.job import Commit, Job
 from jdllm.serving.metrics import Metrics
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
@@ -115,13 +115,25 @@ class EngineLoop:
         """Forget these jobs: those in the queue never start, those in a slot leave before the next step."""
         with self._changed:
             for job in jobs:
-                if job.done:
+                if job.cancelled or job.finish_reason:
+                    continue
+                if job.error and job not in self._waiting and job not in self._running.values():
                     continue
                 job.cancelled = True
                 if job in self._waiting:
                     self._waiting.remove(job)
                     self._metrics.cancelled.inc()
             self._changed.notify()
+
+    def abort(self, jobs: Iterable[Job]) -> None:
+        """Cancel jobs whose clients are still there: they get an error that says so."""
+        error = ApiError(499, "the request was aborted", code="aborted", headers={"x-should-retry": "false"})
+        open_jobs = [job for job in jobs if not job.done]
+        for job in open_jobs:
+            job.error = error
+        self.cancel(open_jobs)
+        for job in open_jobs:
+            job.notify()
 
     def drain(self) -> None:
         """Take no more requests; those taken are finished."""
@@ -258,6 +270,9 @@ class EngineLoop:
         job = self._running.get(row.slot)
         if job is None or job.cancelled or row.handle != job:
             return
+        if job.commits is not None and row.nfe > job.nfe:
+            job.commits += _commits(row, job.nfe)
+            self._news[id(job)] = job
         job.nfe = row.nfe
         if row.live and job.deadline is not None and time.monotonic() > job.deadline:
             engine.evict(row.slot)
@@ -353,3 +368,12 @@ class EngineLoop:
             return time.monotonic() - min(job.arrived for job in self._waiting)
         except ValueError:
             return 0.0
+
+
+def _commits(row: "Row", seen: int) -> list[Commit]:
+    """What was committed after the first ``seen`` passes of a row."""
+    passes, logprobs = row.committed, row.logprobs
+    return [
+        Commit(int(at) - row.prompt_length, int(row.tokens[at]), float(logprobs[at]), int(passes[at]))
+        for at in (passes > seen).nonzero()[0]
+    ]

@@ -72,6 +72,7 @@ class _Request(BaseModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool | None = None
+    canvas: StrictBool | None = None
     min_tokens: StrictInt | None = None
     deadline_ms: StrictFloat | None = None
     priority: StrictInt | None = None
@@ -198,6 +199,12 @@ class TokenizeRequest(BaseModel):
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: Any = None
+
+
+class AbortRequest(BaseModel):
+    """POST /v1/abort: the ``X-Request-ID`` of running calls."""
+
+    request_id: StrictStr
 
 
 class DetokenizeRequest(BaseModel):

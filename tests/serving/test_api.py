@@ -483,3 +483,26 @@ def test_min_tokens_reaches_the_engine(serve, kit):
     server.complete("a", max_tokens=9, min_tokens=4)
     server.complete("a", max_tokens=9)
     assert seen == [4, 0]
+
+
+def test_canvas_events(serve, kit):
+    """Opt-in: every position once, in the pass that committed it, out of order where the model is; text is as ever."""
+
+    def script(prompt, decode):
+        yield [(2, ord("c"))]
+        yield [(0, ord("a")), (4, kit.EOS), (5, kit.EOS)]
+        yield [(1, ord("b")), (3, ord("d"))]
+
+    server = serve(script)
+    events = server.events("/v1/completions", prompt="x", max_tokens=6, canvas=True)
+    drawn = [event["canvas"] for event in events if "canvas" in event]
+    assert all(event["choices"] == [] for event in events if "canvas" in event)
+    commits = [c for canvas in drawn for c in canvas["commits"]]
+    assert [(c["position"], c["step"]) for c in commits] == [(2, 1), (0, 2), (4, 2), (5, 2), (1, 3), (3, 3)]
+    assert [c["text"] for c in commits] == ["c", "a", "", "", "b", "d"] and all(
+        0 < c["confidence"] < 1 for c in commits
+    )
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == "abcd"
+    assert not any("canvas" in event for event in server.events("/v1/completions", prompt="x", max_tokens=6))
+    assert server.complete("x", canvas=True).json()["error"]["param"] == "canvas"

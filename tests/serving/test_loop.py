@@ -365,3 +365,28 @@ def test_priority_orders_the_queue(serve, kit):
             kit.until(lambda n=waiting: server.metric("jdllm_requests_waiting") == n)
         assert all(reply.result().status_code == 200 for reply in replies)
     assert order == ["first", "urgent", "b", "c", "late"]
+
+
+def test_abort_by_request_id(serve, kit):
+    """In a slot, in the queue, and streaming: an error that says so; unknown ids abort nothing; the others go on."""
+    server = serve(kit.says("x", end=False), rows=1, length=8000, step_seconds=0.01)
+    abort = lambda name: server.http.post("/v1/abort", json={"request_id": name}).json()["aborted"]
+
+    def ask(name: str, tokens: int) -> httpx.Response:
+        body = {"prompt": "a", "max_tokens": tokens}
+        return httpx.post(server.url + "/v1/completions", json=body, headers={"X-Request-ID": name}, timeout=20)
+
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(ask, "one", 4000)
+        kit.until(lambda: server.engine.rows)
+        queued = pool.submit(ask, "two", 4000)
+        kit.until(lambda: server.metric("jdllm_requests_waiting") == 1)
+        last = pool.submit(ask, "three", 3)
+        kit.until(lambda: server.metric("jdllm_requests_waiting") == 2)
+        assert abort("four") == 0 and abort("two") == 1 and abort("one") == 1
+        for reply in (running.result(), queued.result()):
+            assert reply.status_code == 499 and reply.json()["error"]["code"] == "aborted"
+        assert last.result().json()["choices"][0]["text"] == "xxx"
+    assert abort("one") == 0
+    kit.until(lambda: quiet(server))
+    assert not server.engine.rows and server.metric("jdllm_requests_cancelled_total") == 2
