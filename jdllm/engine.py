@@ -106,6 +106,10 @@ class Counters:
     needed: int = 0
     compiles: int = 0
 
+    def wasted(self) -> float:
+        """Share of the computed positions that were padding."""
+        return 1 - self.needed / self.computed if self.computed else 0.0
+
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -129,7 +133,8 @@ _SHADOW = "shadow of a guided request"
 
 
 class Engine:
-    """One device-resident batch. Not thread-safe: one thread owns it.
+    """One device-resident batch. Not thread-safe: one thread owns it. ``counters`` says what it has done,
+    ``last_bucket`` which program it ran last, as ROWSxPOSITIONS.
 
     Args:
         params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
@@ -159,6 +164,7 @@ class Engine:
         if len(devices) != 1:
             raise ValueError(f"params: weights on {len(devices)} devices; an engine runs on one so far")
         self._inserted = 0
+        self.last_bucket = "none"
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._insert: jax.stages.Compiled
         self._evict: jax.stages.Compiled
@@ -275,6 +281,7 @@ class Engine:
             self.state, (report, logprobs, committed) = self._steps[bucket](self.params, self.state)
             report.copy_to_host_async()
             self._call = _Call(report, logprobs, committed, tuple(self._handles))
+            self.last_bucket = f"{bucket.rows}x{bucket.packed}"
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps

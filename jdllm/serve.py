@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from jdllm.runtime import UsageError
 if TYPE_CHECKING:
     from jdllm.serving.api import ServerConfig
     from jdllm.serving.loop import EngineLoop
+    from jdllm.serving.model import ServedModel
 
 log = logging.getLogger("jdllm.serving")
 
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     log.info("jdllm serves %s", folder)
     log.info("environment: %s", " ".join(f"{name}={value}" for name, value in settings.items()))
+    if args.warm_only:
+        listener.close()
+        return _warm(args, folder, template)
     code = asyncio.run(_serve(args, folder, template, listener))
     # A thread inside the compiler cannot be joined, and must not be there when the interpreter is taken down.
     sys.stdout.flush()
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--strict-api", action="store_true", help="refuse unknown request fields instead of ignoring them")
     add("--memory-fraction", type=float, help="share of the accelerator's memory to take")
     add("--compile-cache", help=f"folder of compiled programs, '' for none (default {runtime.default_cache()})")
+    add("--warm-only", action="store_true", help="compile every program into the compile cache, then exit")
     add("--grace", type=float, default=30.0, help="seconds that running requests get at the end (default 30)")
     return parser
 
@@ -98,11 +103,39 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
     return folder, template, listener
 
 
+def _open(
+    args: argparse.Namespace, folder: Path, template: str | None, progress: Callable[[str], None]
+) -> "ServedModel":
+    """Load the checkpoint; belongs to the thread that will run it."""
+    from jdllm.serving.model import open_model
+
+    return open_model(
+        folder,
+        progress,
+        max_rows=args.max_rows,
+        max_length=args.max_length,
+        steps_per_dispatch=args.steps_per_dispatch,
+        dtype=args.dtype,
+        chat_template=template,
+        adapters=runtime.adapter_folders(args.adapter),
+    )
+
+
+def _warm(args: argparse.Namespace, folder: Path, template: str | None) -> int:
+    begin = time.monotonic()
+    try:
+        _open(args, folder, template, log.info).new_engine(log.info)
+    except (ConfigError, UsageError, OSError) as error:
+        print(f"jdllm.serve: {error}", file=sys.stderr)
+        return 1
+    log.info("every program is compiled, %.1f s", time.monotonic() - begin)
+    return 0
+
+
 async def _serve(args: argparse.Namespace, folder: Path, template: str | None, listener: socket.socket) -> int:
     import uvicorn
 
     from jdllm.serving.api import ServerConfig, create_app
-    from jdllm.serving.model import open_model
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -134,16 +167,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
 
     app = create_app(
         config,
-        lambda progress: open_model(
-            folder,
-            progress,
-            max_rows=args.max_rows,
-            max_length=args.max_length,
-            steps_per_dispatch=args.steps_per_dispatch,
-            dtype=args.dtype,
-            chat_template=template,
-            adapters=adapters,
-        ),
+        lambda progress: _open(args, folder, template, progress),
         on_change,
     )
     engine: EngineLoop = app.state.engine_loop

@@ -83,7 +83,7 @@ def create_app(
     config: ServerConfig, open_model: OpenModel, on_change: Callable[[EngineLoop], None] = lambda loop: None
 ) -> FastAPI:
     """The application. The engine's thread starts with it and ends with it; it is ``app.state.engine_loop``."""
-    metrics = Metrics()
+    metrics = Metrics(config.names[0])
     started = int(time.time())
     told: set[str] = set()  # unknown fields that the log has named
     clients: list[asyncio.AbstractEventLoop] = []

@@ -158,6 +158,11 @@ class EngineLoop:
     # From here on: the engine's thread.
 
     @property
+    def _used(self) -> int:
+        """Slots taken."""
+        return sum(len(set(job.slots)) for job in list(self._running.values()))
+
+    @property
     def _slots(self) -> int:
         return self.model.max_rows if self.model else 0
 
@@ -166,7 +171,15 @@ class EngineLoop:
             model = self.model = self._open_model(self._progress)
             self.state, self.detail = "compiling", "compiling"
             engine = model.new_engine(self._progress)
-            compiled = model.compiles()
+            compiled, counters = model.compiles(), engine.counters
+            gauge = self._metrics.gauge
+            gauge("slots", "Requests that can be decoded at once.", lambda: model.max_rows)
+            gauge("slots_used_ratio", "Share of the slots that are taken.", lambda: self._used / model.max_rows)
+            gauge(
+                "positions_computed", "Window positions that steps ran on, padding included.", lambda: counters.computed
+            )
+            gauge("positions_needed", "Window positions that rows needed.", lambda: counters.needed)
+            gauge("positions_wasted_ratio", "Share of the computed positions that were padding.", counters.wasted)
             self._metrics.gauge(
                 "recompiles_after_ready_total",
                 "Programs compiled after the start.",
@@ -224,7 +237,7 @@ class EngineLoop:
             if self._running:
                 begin = time.perf_counter()
                 rows = engine.step()
-                self._metrics.step_seconds.observe(time.perf_counter() - begin)
+                self._metrics.step_seconds.labels(engine.last_bucket).observe(time.perf_counter() - begin)
                 self._metrics.steps.inc()
                 for row in rows:
                     self._read(engine, row)
@@ -310,10 +323,16 @@ class EngineLoop:
         now = time.monotonic()
         self._mean_seconds += 0.1 * (now - job.started - self._mean_seconds)
         self._metrics.finished.labels(reason).inc()
+        self._count(job)
         self._metrics.request_seconds.observe(now - job.arrived)
         self._news[id(job)] = job
         del self._running[slot]
         job.finish_reason = reason  # last: whoever sees it may read everything else
+
+    def _count(self, job: Job) -> None:
+        """Tokens and passes of a job that has ended: their quotient is the tokens per NFE."""
+        self._metrics.forward_passes.inc(job.nfe)
+        self._metrics.committed.inc(len(job.answer.ids))
 
     def _fail(self, slot: int, job: Job, error: ApiError) -> None:
         """End one job with an error; the others go on."""

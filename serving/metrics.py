@@ -4,7 +4,7 @@ At any moment ``admitted = finished + cancelled + failed + running + waiting``, 
 the usage numbers that clients were told.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,6 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
 
 disable_created_metrics()  # a second series for every number, which nobody reads
 
@@ -22,13 +23,49 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1)
 
 
+VLLM = {
+    "jdllm_requests_running": "vllm:num_requests_running",
+    "jdllm_requests_waiting": "vllm:num_requests_waiting",
+    "jdllm_slots_used_ratio": "vllm:kv_cache_usage_perc",
+    "jdllm_requests_finished": "vllm:request_success",
+    "jdllm_prompt_tokens": "vllm:prompt_tokens",
+    "jdllm_generation_tokens": "vllm:generation_tokens",
+    "jdllm_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "jdllm_request_seconds": "vllm:e2e_request_latency_seconds",
+    "jdllm_queue_seconds": "vllm:request_queue_time_seconds",
+}
+"""Our names -> vLLM's, where the meaning is the same: existing dashboards and load tools find them. (A slot holds its
+share of the K/V cache, so the share of slots in use is that of the cache.)"""
+
+_LABELS = {"finish_reason": "finished_reason"}
+
+
+class _Aliases:
+    """The metrics of a registry once more, under vLLM's names and with its ``model_name``."""
+
+    def __init__(self, registry: CollectorRegistry, model: str):
+        self._registry, self._model = registry, model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            if alias := VLLM.get(metric.name):
+                copy = Metric(alias, metric.documentation, metric.type)
+                for sample in metric.samples:
+                    labels = {_LABELS.get(name, name): value for name, value in sample.labels.items()}
+                    name = alias + sample.name.removeprefix(metric.name)
+                    copy.add_sample(name, {"model_name": self._model, **labels}, sample.value)
+                yield copy
+
+
 class Metrics:
     """One registry a server, so that several can live in one process."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "jdllm") -> None:
         r = self.registry = CollectorRegistry()
+        self._aliases = CollectorRegistry()
+        self._aliases.register(_Aliases(r, model))  # type: ignore[arg-type]
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"jdllm_{name}", text, labels, registry=r)
@@ -44,8 +81,16 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered calls.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens of answered calls.")
         self.steps = counter("steps", "Calls of the compiled step.")
+        self.forward_passes = counter("forward_passes", "Forward passes (NFE) of requests that have ended.")
+        self.committed = counter("committed_tokens", "Tokens of requests that have ended, as far as they came.")
         self.resets = counter("engine_resets", "Times the engine started again after a fault.")
-        self.step_seconds = seconds("step_seconds", "Wall time of one engine step.", _STEP_SECONDS)
+        self.step_seconds = Histogram(
+            "jdllm_step_seconds",
+            "Wall time of one engine step, by its compiled size.",
+            ["bucket"],
+            buckets=_STEP_SECONDS,
+            registry=r,
+        )
         self.queue_seconds = seconds("queue_seconds", "Time from arrival to a slot.")
         self.first_text_seconds = seconds("time_to_first_token_seconds", "Time from arrival to the first settled text.")
         self.request_seconds = seconds("request_seconds", "Time from arrival to the end of the answer.")
@@ -56,4 +101,4 @@ class Metrics:
 
     def render(self) -> bytes:
         """The page for a scraper."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self._aliases)

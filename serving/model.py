@@ -11,6 +11,7 @@ from jdllm.runtime import UsageError, checkpoint_warnings, decode_defaults, defa
 from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jdllm.config import EngineConfig
     from jdllm.engine import Engine
 
 Progress = Callable[[str], None]
@@ -87,6 +88,7 @@ def open_model(
     beside = read_adapters(adapters or {}, loaded.config)
 
     def new_engine(progress: Progress) -> Engine:
+        progress(_preflight(loaded.params, config, loaded.config, words))
         engine = Engine(loaded.params, loaded.config, config, beside, words.unused_ids)
         engine.compile(lambda done, total, text: progress(f"compiled {done} of {total}: {text}"))
         return engine
@@ -101,6 +103,29 @@ def open_model(
         defaults=decode_defaults(loaded.meta),
         fingerprint=f"jdllm-{__version__}-{dtype}",
         compiles=_count_compiles(),
+    )
+
+
+def _preflight(params: Mapping[str, Any], config: "EngineConfig", model: ModelConfig, words: Tokenizer) -> str:
+    """One line on each of device, weights, memory and tokenizer."""
+    import jax
+    import jax.numpy as jnp
+
+    from jdllm.denoise.state import abstract_state
+
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    device, dtype = jax.devices()[0], params["embed"].dtype
+    state = abstract_state(model, config.max_rows, config.max_length, jnp.dtype(dtype))
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    room = f" of {limit / 1e9:.1f} GB that XLA may take" if limit else ""
+    template = "with" if words.chat_template else "without"
+    return "\n".join(
+        [
+            f"device     {device.device_kind} ({device.platform})",
+            f"weights    {len(params)} arrays, {dtype}, {size(params) / 1e9:.3f} GB",
+            f"memory     {size(state) / 1e9:.3f} GB for {config.max_rows} rows of {config.max_length} positions{room}",
+            f"tokenizer  {model.vocab_size} ids, {len(words.unused_ids)} without a token; {template} a chat template",
+        ]
     )
 
 

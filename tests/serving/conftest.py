@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from jdllm.config import DecodeConfig, ModelConfig
-from jdllm.engine import Row
+from jdllm.engine import Counters, Row
 from jdllm.serving.api import ServerConfig, create_app
 from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import Tokenizer
@@ -93,6 +93,7 @@ class ScriptEngine:
         self.steps = 0
         self.resets = 0
         self.fault: Callable[[], None] | None = None  # called in every step
+        self.counters, self.last_bucket = Counters(), "script"
 
     def reset(self) -> None:
         self.rows, self.report = {}, []

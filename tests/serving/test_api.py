@@ -506,3 +506,22 @@ def test_canvas_events(serve, kit):
     assert text == "abcd"
     assert not any("canvas" in event for event in server.events("/v1/completions", prompt="x", max_tokens=6))
     assert server.complete("x", canvas=True).json()["error"]["param"] == "canvas"
+
+
+def test_metrics_have_vllms_names_too(serve, kit):
+    """The same numbers under the names that dashboards know, with the model's name; tokens and passes for tokens a
+    pass; the share of slots in use."""
+    server = serve(kit.says("abcd"))
+    for _ in range(3):
+        server.chat(max_tokens=8)
+    text = server.http.get("/metrics").text
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 3.0' in text
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="tiny"}} 0.0' in text
+    for ours, theirs in (("generation_tokens", "generation_tokens"), ("prompt_tokens", "prompt_tokens")):
+        assert server.metric(f"jdllm_{ours}_total") == server.metric(f"vllm:{theirs}_total") > 0
+    assert server.metric("vllm:time_to_first_token_seconds_count") == 3
+    assert server.metric("vllm:e2e_request_latency_seconds_count") == 3
+    assert server.metric("jdllm_forward_passes_total") > 0
+    assert server.metric("jdllm_committed_tokens_total") == server.metric("jdllm_generation_tokens_total")
+    assert 'jdllm_step_seconds_count{bucket="script"}' in text
