@@ -39,5 +39,8 @@ def read_adapter(name: str, folder: Path, model: ModelConfig) -> Adapter:
         if not weight.name.startswith("layers."):
             raise ConvertError(f"{folder} adapts {module}; beside its base model only layers can be adapted: merge it")
         b = change.b.read().astype(np.float32) * np.float32(change.scale)
-        pairs[weight.name] = (change.a.read().astype(np.float32).T, b.T)
+        a = change.a.read().astype(np.float32)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ConvertError(f"{folder} has numbers that are not finite for {module}")
+        pairs[weight.name] = (a.T, b.T)
     return Adapter(name, pairs)

@@ -12,7 +12,7 @@ def make_buckets(config: EngineConfig) -> list[Bucket]:
     """The sizes to compile, few since each costs seconds: rows in powers of 16; packed positions two to the octave
     while they are few, since most steps are narrow and padding there is waste, and in octaves above (prompts)."""
     B, S = config.max_rows, config.max_length
-    most = min(B * S, max(config.max_packed, S))
+    most = min(B * S, max(config.max_packed, 2 * S))  # two: a guided row and its shadow step together
     buckets = set()
     for rows in _powers(16, 1, B):
         largest = min(rows * S, most)

@@ -166,6 +166,9 @@ class DecodeConfig:
             check(ok and len(self.stop_ids) <= MAX_STOP_IDS, "stop_ids", f"at most {MAX_STOP_IDS} token ids")
 
 
+MAX_LENGTH = 1 << 15
+"""Positions and passes have fifteen bits each in the key of a random number."""
+
 _OPTIONAL = ("steps", "cache", "threshold", "factor", "alg")
 """Settings whose default hangs on others: None until a decoder reads them."""
 
@@ -190,6 +193,8 @@ class EngineConfig:
         for name in ("max_rows", "max_length", "steps_per_dispatch", "max_packed"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
+        if self.max_length > MAX_LENGTH:
+            raise ValueError(f"max_length: {self.max_length} must be at most {MAX_LENGTH}")
 
 
 def _check_field(ok: bool, field: str, message: str) -> None:

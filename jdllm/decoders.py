@@ -94,13 +94,13 @@ def _fast_dllm(decode: DecodeConfig, model: ModelConfig, masks: Sequence[int]) -
     """Fast-dLLM (semantics, section 5: the later version): quota, threshold or factor, with one of its caches."""
     numbers, schedule = _cached(decode), []
     if model.family == "dream":
-        alg = decode.alg or "confidence_threshold"
+        alg = alg_of(decode)
         numbers |= {**_ranking(decode, alg), "first_alone": True}
         if alg == "confidence_threshold":
             numbers["sure_above"] = at_least(0.9 if decode.threshold is None else decode.threshold)
         else:
-            passes = (decode.steps or sum(masks)) // len(masks)
-            schedule = [k for n in masks for k in (1, *dream_counts(n - 1, passes, decode.eps, first=1))]
+            passes = None if decode.steps is None else decode.steps // len(masks)
+            schedule = [k for n in masks for k in _refreshed_counts(n, passes or max(2, n), decode.eps)]
         return numbers, schedule
     numbers |= {
         "confidence": RANKINGS.index("random" if decode.remasking == "random" else "probability"),
@@ -115,9 +115,18 @@ def _fast_dllm(decode: DecodeConfig, model: ModelConfig, masks: Sequence[int]) -
     return numbers, schedule
 
 
+def _refreshed_counts(masks: int, passes: int, eps: float) -> list[int]:
+    """What the passes of one block commit: the refresh its first position, the others by time from its second point on,
+    as long as there are masks. At least one pass follows the refresh."""
+    counts = [1, *dream_counts(masks - 1, passes, eps, first=1)]
+    while len(counts) > 2 and counts[-1] == 0:
+        counts.pop()
+    return counts
+
+
 def _dream(decode: DecodeConfig, model: ModelConfig, masks: Sequence[int]) -> tuple[dict[str, Any], Sequence[int]]:
     """Dream's diffusion_generate: the whole answer is one block, its time runs from 1 to eps."""
-    alg, passes = decode.alg or "entropy", decode.steps or sum(masks)
+    alg, passes = alg_of(decode), decode.steps or sum(masks)
     numbers = {**_ranking(decode, alg), "block_passes": passes, "block_size": max(1, decode.max_tokens)}
     if alg == "confidence_threshold":
         threshold = at_least(0.9 if decode.threshold is None else decode.threshold)
@@ -168,7 +177,7 @@ def decode_config(given: Mapping[str, Any], family: str, defaults: Mapping[str, 
     Raises:
         RequestError: naming the setting that is unknown, out of range, or not read by the decoder.
     """
-    settings = {**(defaults or {}), **given}
+    settings = {**_compatible(defaults or {}, given), **given}
     name = settings.get("decoder", DecodeConfig.decoder)
     decoder = _find(name, family)
     for setting, value in given.items():
@@ -176,6 +185,18 @@ def decode_config(given: Mapping[str, Any], family: str, defaults: Mapping[str, 
             raise RequestError(setting, f"decoder {name} does not use it{_on(name, family)}")
     known = COMMON | decoder.settings
     return DecodeConfig(**{setting: value for setting, value in settings.items() if setting in known})
+
+
+_RULES = ("steps", "threshold", "factor", "alg", "remasking")
+"""Settings that choose how many positions a pass commits: of a request that gives any of them, no default counts."""
+
+
+def _compatible(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The defaults that do not contradict what a request gives."""
+    dropped: Sequence[str] = _RULES if given.keys() & {*_RULES} else ()
+    if given.keys() & {"max_tokens", "block_size"}:
+        dropped = (*dropped, "steps")
+    return {name: value for name, value in defaults.items() if name not in dropped}
 
 
 def _is_off(setting: str, value: Any) -> bool:
@@ -211,34 +232,78 @@ def check(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int], canva
                 field.name, f"decoder {decode.decoder} does not use it{_on(decode.decoder, model.family)}"
             )
     blocks = len(block_masks(decode, model, prompt))
+    on_dream = "alg" in decoder.settings
+    by_threshold = on_dream and alg_of(decode) == "confidence_threshold"
     if decode.steps is not None and decode.decoder != "dream" and blocks:
         if decode.steps % blocks:
             raise RequestError("steps", f"{decode.steps} must be a multiple of the {blocks} blocks")
-        if decode.decoder == "fast-dllm" and model.family == "dream" and decode.steps < 2 * blocks:
+        if on_dream and not by_threshold and decode.steps < 2 * blocks:
             raise RequestError("steps", f"{decode.steps} must be at least 2 for each of the {blocks} blocks")
-    if _scheduled_passes(decode) > canvas:
-        raise RequestError("steps", f"{decode.steps} must be at most {canvas}, the canvas length (--max-length)")
-    if decode.decoder == "fast-dllm" and model.family == "dream":
-        if decode.cache == "none":
-            raise RequestError("cache", "fast-dllm on a dream model has prefix and dual")
-        if decode.alg == "origin":
-            raise RequestError("alg", "fast-dllm has no origin; use the dream decoder")
+    if on_dream:
+        _check_dream(decode)
     if decode.remasking == "random" and (decode.threshold is not None or decode.factor is not None):
         raise RequestError("remasking", "random has no confidence to compare with threshold or factor; use steps")
     if decode.decoder == "fast-dllm" and decode.remasking == "random" and decode.steps is None:
         raise RequestError("steps", "is needed with remasking random")
-    if decode.threshold is not None and "alg" in decoder.settings and _alg(decode) != "confidence_threshold":
-        raise RequestError("threshold", f"alg {_alg(decode)} does not use it; confidence_threshold does")
     if decode.confidence_eos_eot_inf and decode.eot_id is None:
         raise RequestError("confidence_eos_eot_inf", "the tokenizer has no end-of-turn token")
+    if (passes := schedule_length(prompt, decode, model)) > canvas:
+        text = f"{passes} passes to schedule; at most {canvas} are possible, the canvas length (--max-length)"
+        raise RequestError("steps", text)
 
 
-def _alg(decode: DecodeConfig) -> str:
-    return decode.alg or ("entropy" if decode.decoder == "dream" else "confidence_threshold")
+def _check_dream(decode: DecodeConfig) -> None:
+    alg = alg_of(decode)
+    if decode.decoder == "fast-dllm":
+        if decode.cache == "none":
+            raise RequestError("cache", "fast-dllm on a dream model has prefix and dual")
+        if alg == "origin":
+            raise RequestError("alg", "fast-dllm has no origin; use the dream decoder")
+    if decode.threshold is not None and alg != "confidence_threshold":
+        raise RequestError("threshold", f"alg {alg} does not use it; confidence_threshold does")
+    if decode.alg_temp and alg in ("origin", "confidence_threshold"):
+        raise RequestError("alg_temp", f"alg {alg} does not use it")
+    if decode.eps != DecodeConfig.eps and alg == "confidence_threshold":
+        raise RequestError("eps", "alg confidence_threshold does not use it")
 
 
-def _scheduled_passes(decode: DecodeConfig) -> int:
-    return decode.steps if decode.steps is not None and decode.threshold is None and decode.factor is None else 0
+def alg_of(decode: DecodeConfig) -> str:
+    """Dream's algorithm, where none is given: entropy, or with Fast-dLLM and no quota confidence_threshold."""
+    if decode.alg is not None:
+        return decode.alg
+    quota = decode.decoder == "dream" or (decode.steps is not None and decode.threshold is None)
+    return "entropy" if quota else "confidence_threshold"
+
+
+def check_request(
+    prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, canvas: int, rows: int, adapters: int
+) -> None:
+    """Raise RequestError, naming the field, if an engine cannot serve this request.
+
+    Args:
+        canvas, rows, adapters: the engine's positions a row, slots, and adapters beside the weights.
+    """
+    if not len(prompt):
+        raise RequestError("prompt", "is empty; at least one token is needed")
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= model.vocab_size:
+        raise RequestError("prompt", f"must be token ids from 0 to {model.vocab_size - 1}")
+    if decode.max_tokens < 1 and not (decode.infill and model.mask_id in ids):
+        raise RequestError("max_tokens", f"{decode.max_tokens} must be at least 1")
+    if len(prompt) + decode.max_tokens > canvas:
+        raise RequestError(
+            "max_tokens",
+            f"the prompt has {len(prompt)} tokens and max_tokens is {decode.max_tokens}, together "
+            f"{len(prompt) + decode.max_tokens}; the maximum length is {canvas}",
+        )
+    for token in decode.stop_ids or ():
+        if token >= model.vocab_size:
+            raise RequestError("stop_ids", f"{token} is not a token id from 0 to {model.vocab_size - 1}")
+    if decode.adapter > adapters:
+        raise RequestError("adapter", f"{decode.adapter}: there are {adapters}")
+    if slots_needed(decode) > rows:
+        raise RequestError("cfg_scale", f"guidance takes two slots, and there are {rows} (--max-rows)")
+    check(decode, model, prompt, canvas)
 
 
 def block_masks(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int]) -> list[int]:
@@ -253,8 +318,8 @@ def row_numbers(
     prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig
 ) -> tuple[dict[str, Any], Sequence[int]]:
     """The fields of Rows for a request, but for those that hang on its slot, and its schedule."""
-    decoder, P = TABLE[decode.decoder, model.family], len(prompt)
-    ours, schedule = decoder.numbers(decode, model, block_masks(decode, model, prompt))
+    decoder, P, masks = TABLE[decode.decoder, model.family], len(prompt), block_masks(decode, model, prompt)
+    ours, schedule = decoder.numbers(decode, model, masks or [0])
     numbers: dict[str, Any] = {**PLAIN, "block_size": decode.block_size, **ours}
     limit = P + decode.max_tokens
     fill_from = P
@@ -294,9 +359,15 @@ def slots_needed(decode: DecodeConfig) -> int:
     return 2 if decode.cfg_scale > 0 else 1
 
 
-def canvas_needed(prompt_length: int, decode: DecodeConfig) -> int:
+def schedule_length(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig) -> int:
+    """Passes for which a row's schedule has an entry; 0 where each commits one by rank."""
+    masks = block_masks(decode, model, prompt)
+    return len(TABLE[decode.decoder, model.family].numbers(decode, model, masks)[1]) if masks else 0
+
+
+def canvas_needed(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig) -> int:
     """Canvas positions that a request takes; a schedule of more passes than positions takes as many."""
-    return max(prompt_length + decode.max_tokens, _scheduled_passes(decode))
+    return max(len(prompt) + decode.max_tokens, schedule_length(prompt, decode, model))
 
 
 def shares(masks: int, passes: int) -> list[int]:

@@ -19,7 +19,7 @@ from jax import Array
 from jdllm import decoders
 from jdllm.adapters import Adapter, stack
 from jdllm.buckets import choose_bucket, make_buckets
-from jdllm.config import DecodeConfig, EngineConfig, ModelConfig, RequestError
+from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.denoise.request import first_width, request
 from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert
 from jdllm.denoise.step import steps
@@ -205,28 +205,8 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
         """Raise RequestError (naming the field) if ``insert`` would refuse this request."""
-        room, vocabulary = self.config.max_length, self.model.vocab_size
-        if not len(prompt_ids):
-            raise RequestError("prompt", "is empty; at least one token is needed")
-        ids = np.asarray(prompt_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
-            raise RequestError("prompt", f"must be token ids from 0 to {vocabulary - 1}")
-        if decode.max_tokens < 1 and not (decode.infill and self.model.mask_id in ids):
-            raise RequestError("max_tokens", f"{decode.max_tokens} must be at least 1")
-        if len(prompt_ids) + decode.max_tokens > room:
-            raise RequestError(
-                "max_tokens",
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {decode.max_tokens}, together "
-                f"{len(prompt_ids) + decode.max_tokens}; the maximum length is {room}",
-            )
-        for token in decode.stop_ids or ():
-            if token >= vocabulary:
-                raise RequestError("stop_ids", f"{token} is not a token id from 0 to {vocabulary - 1}")
-        if decode.adapter > len(self.adapters):
-            raise RequestError("adapter", f"{decode.adapter}: there are {len(self.adapters)}")
-        decoders.check(decode, self.model, prompt_ids, room)
-        if decoders.slots_needed(decode) > self.config.max_rows:
-            raise RequestError("cfg_scale", "guidance takes two slots, and there is one (--max-rows)")
+        config = self.config
+        decoders.check_request(prompt_ids, decode, self.model, config.max_length, config.max_rows, len(self.adapters))
 
     def insert(
         self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
@@ -241,6 +221,8 @@ class Engine:
             shadow = next((other for other in self.free_slots if other != slot), None)
             if shadow is None:
                 raise ValueError("guidance takes two slots, and one is free")
+        elif shadow == slot:
+            raise ValueError("guidance takes two slots: shadow must be another one")
         for place in dict.fromkeys((slot, shadow)):
             if self._handles[place] is not None:
                 raise ValueError(f"slot {place} is taken by {self._handles[place]!r}")
@@ -254,7 +236,9 @@ class Engine:
         self._inserted += 1
 
     def evict(self, slot: int) -> None:
-        """Free a slot, finished or not. Its rows no longer appear in reports."""
+        """Free a slot, finished or not, and its shadow's. Its rows no longer appear in reports."""
+        if self._handles[slot] is _SHADOW:
+            raise ValueError(f"slot {slot} shadows another; evict that one")
         for place in dict.fromkeys((slot, self._shadows[slot])):
             self.state = self._evict(self.state, np.int32(place))
             self._handles[place] = None

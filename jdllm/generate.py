@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from jdllm import runtime, tokenizer
-from jdllm.config import ConfigError, DecodeConfig, ModelConfig, RequestError
-from jdllm.decoders import canvas_needed, decode_config, slots_needed
+from jdllm.config import MAX_LENGTH, ConfigError, DecodeConfig, ModelConfig, RequestError
+from jdllm.decoders import canvas_needed, check, decode_config, slots_needed
 from jdllm.runtime import NOT_FINITE, UsageError
 from jdllm.tokenizer import Tokenizer
 
@@ -65,9 +65,10 @@ def read_lines(
     words: Tokenizer | None,
     defaults: dict[str, Any],
     adapters: Sequence[str] = (),
+    alone: dict[str, Any] | None = None,
 ) -> list[Line]:
     """All lines; the bad ones have already failed, and those that ask for no tokens have their result. Blank lines are
-    skipped."""
+    skipped. ``alone``: defaults of lines without an adapter, where they differ."""
     lines = []
     for number, data in enumerate(source, 1):
         if number == 1:
@@ -76,7 +77,7 @@ def read_lines(
             continue
         line = Line(number, id=number)
         try:
-            _read_line(line, data, model, words, defaults, adapters)
+            _read_line(line, data, model, words, defaults, adapters, defaults if alone is None else alone)
         except RequestError as error:
             line.fail(str(error))
         lines.append(line)
@@ -90,6 +91,7 @@ def _read_line(
     words: Tokenizer | None,
     defaults: dict[str, Any],
     adapters: Sequence[str],
+    alone: dict[str, Any],
 ) -> None:
     fields = _fields(data)
     line.id = fields.pop("id", line.number)
@@ -106,14 +108,14 @@ def _read_line(
     settings = {name: fields[name] for name in DECODE_FIELDS if name in fields}
     line.prompt_ids = _prompt_ids(given[0], fields[given[0]], model, words)
     length = len(line.prompt_ids)
-    room = model.max_sequence_length - length
+    room = min(model.max_sequence_length, MAX_LENGTH) - length
     if "max_tokens" not in fields:
         if room < 1:
             raise RequestError(
                 given[0], f"has {length} tokens, which leaves no room for an answer in the model's {room + length}"
             )
         settings["max_tokens"] = min(runtime.default_max_tokens(defaults), room)
-    line.decode = decode_config(settings, model.family, defaults)
+    line.decode = decode_config(settings, model.family, alone if adapter is None else defaults)
     number = 0 if adapter is None else 1 + list(adapters).index(adapter)
     line.decode = dataclasses.replace(line.decode, eot_id=words.eot_id if words else None, adapter=number)
     if line.decode.max_tokens > room:
@@ -125,8 +127,10 @@ def _read_line(
     # Raw prompts, and chats that ask for the reference's behaviour, end at the model's end of text alone.
     if given[0] == "messages" and words is not None and line.decode.early_stop:
         line.decode = dataclasses.replace(line.decode, stop_ids=words.stop_ids)
-    if line.decode.max_tokens == 0 and not line.decode.infill:
+    if line.decode.max_tokens == 0 and not (line.decode.infill and model.mask_id in line.prompt_ids):
         line.result = _result(line, [], [], 0, "length", words)
+    else:
+        check(line.decode, model, line.prompt_ids, min(model.max_sequence_length, MAX_LENGTH))
 
 
 def _fields(data: bytes) -> dict[str, Any]:
@@ -216,8 +220,8 @@ def _result(
 
 def canvas_length(lines: Sequence[Line], model: ModelConfig) -> int:
     """The canvas that the longest line needs: a multiple of MULTIPLE, at most the model's length."""
-    longest = max(canvas_needed(len(line.prompt_ids), line.decode) for line in lines)
-    return min(-(-longest // MULTIPLE) * MULTIPLE, model.max_sequence_length)
+    longest = max(canvas_needed(line.prompt_ids, line.decode, model) for line in lines)
+    return min(-(-longest // MULTIPLE) * MULTIPLE, model.max_sequence_length, MAX_LENGTH)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,7 +265,9 @@ def _generate(
         print(f"warning: {warning}", file=sys.stderr)
     words = tokenizer.load(folder, loaded.config)
     beside = read_adapters(adapters, loaded.config)
-    lines = read_lines(source, loaded.config, words, runtime.decode_defaults(loaded.meta), tuple(adapters))
+    defaults = runtime.decode_defaults(loaded.meta)
+    alone = runtime.defaults_beside_adapters(loaded.meta, defaults) if adapters else defaults
+    lines = read_lines(source, loaded.config, words, defaults, tuple(adapters), alone)
     if sink is not sys.stdout and _is_file(sink):
         sink.truncate(0)
     good = [line for line in lines if line.result is None]

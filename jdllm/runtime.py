@@ -106,6 +106,13 @@ def decode_defaults(meta: Mapping[str, Any]) -> dict[str, Any]:
     return dict(defaults)
 
 
+def defaults_beside_adapters(meta: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of the model alone where adapters are kept beside it. D2F is then the adapters': without a merged
+    one the model keeps to a decoder that it was made for."""
+    alone = {} if meta.get("decoder") == "d2f" else {"decoder": "fast-dllm"}
+    return {**alone, **defaults}
+
+
 def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
     """``--adapter NAME=DIR``, in order.
 
@@ -136,8 +143,8 @@ def checkpoint_warnings(meta: Mapping[str, Any]) -> list[str]:
     """What a user should know about a checkpoint, from its jdllm.json; one line each."""
     if (decoder := meta.get("decoder")) != "d2f":
         return [
-            f"the checkpoint was converted without a D2F adapter (decoder {decoder!r}); D2F decoding, which it gets "
-            "here, is not what it was trained for, and answers may be poor"
+            f"the checkpoint was converted without a D2F adapter (decoder {decoder!r}); D2F decoding, the default, is "
+            "not what it was trained for, and answers may be poor: name another decoder (docs/decoders.md)"
         ]
     return []
 

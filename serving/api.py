@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from jdllm import __version__
 from jdllm.config import RequestError
-from jdllm.serving import errors
+from jdllm.serving import errors, playground
 from jdllm.serving.calls import Call, open_call
 from jdllm.serving.errors import ApiError
 from jdllm.serving.gate import Gate
@@ -100,6 +100,7 @@ def create_app(
     app = FastAPI(title="jdllm", version=__version__, lifespan=lifespan)
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
+    playground.install(app, config.names)
     app.add_middleware(Gate, api_key=config.api_key, max_body=config.max_body)
 
     def ready_model(name: str | None) -> ServedModel:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jdllm.config import RequestError
+from jdllm.decoders import check_request
 from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
 from jdllm.serving.job import Commit, Job
@@ -211,6 +212,8 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         raise RequestError("stream_options", "is only possible with stream: true")
     if request.canvas and not request.stream:
         raise RequestError("canvas", "is only possible with stream: true")
+    if request.infill and request.stop:
+        raise RequestError("stop", "is not possible with infill, whose answer holds text that was given")
     stops, wants_logprobs = request.stop_strings(), request.wants_logprobs()
     seconds, priority = request.timing()
     n = 1 if request.n is None else request.n
@@ -245,11 +248,15 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         settings = dataclasses.replace(settings, adapter=model.adapter_number(name))
         begin = limit = None
         if behind:
+            if model.config.mask_id in (*ids, *behind):
+                raise RequestError("suffix", "prompt and suffix must not hold the mask id, which would be filled too")
             begin, limit = len(ids), len(ids) + max_tokens
             ids = [*ids, *[model.config.mask_id] * max_tokens, *behind]
             settings = dataclasses.replace(settings, infill=True, max_tokens=0)
         elif settings.infill:
             begin = ids.index(model.config.mask_id) if model.config.mask_id in ids else None
+        if asked != 0 or request.infill:
+            check_request(ids, settings, model.config, model.max_length, model.max_rows, len(model.adapters))
         for i in range(n):
             decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
@@ -261,7 +268,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         if behind or request.infill:
             raise RequestError("echo", "is not possible with suffix or infill: the prompt itself is filled")
         heads = [p if isinstance(p, str) else words.decode(p) for p in given]
-    if asked == 0 and not any(job.decode.infill for job in jobs):  # nothing but the echo
+    if asked == 0 and not request.infill:  # nothing but the echo
         for job in jobs:
             job.finish_reason = "length"
         news.set()
@@ -299,7 +306,7 @@ def _refuse_far_too_long(texts: Sequence[str], model: ServedModel, field: str) -
 def _room(prompt: int, asked: int | None, asked_field: str, field: str, model: ServedModel) -> int:
     """max_tokens, after its default and the canvas."""
     room = model.max_length - prompt
-    if room < 1:
+    if room < (0 if asked == 0 else 1):
         raise _too_long(f"{prompt} tokens", model, field)
     if asked is None:
         return min(default_max_tokens(model.defaults), room)

@@ -272,7 +272,7 @@ class EngineLoop:
     def _insert(self, engine: "Engine", job: Job) -> None:
         try:
             engine.insert(job.slots[0], job, job.prompt_ids, job.decode, job.slots[-1])
-        except RequestError as error:  # checked before it was queued, so this is rare; the others go on
+        except RequestError as error:  # checked before it was queued, so this does not happen; the others go on
             self._fail(job.slots[0], job, from_exception(error))
         else:
             job.started = time.monotonic()
@@ -306,7 +306,7 @@ class EngineLoop:
                 self._metrics.first_text_seconds.observe(time.monotonic() - job.arrived)
             job.read = end
             if job.limit is not None:
-                stops = job.decode.stop_ids or ()
+                stops = self._stop_ids(job)
                 kept = 0 if job.cut else next((i for i, token in enumerate(ids) if token in stops), None)
                 job.cut = kept is not None
             logprobs = row.logprobs[new][:kept].tolist() if job.logprobs else ()
@@ -318,6 +318,10 @@ class EngineLoop:
             engine.evict(row.slot)
             stopped = job.answer.stopped or job.cut
             self._finish(row.slot, job, "stop" if stopped else row.finish_reason or "length")
+
+    def _stop_ids(self, job: Job) -> tuple[int, ...]:
+        assert self.model is not None
+        return (self.model.config.eos_id,) if job.decode.stop_ids is None else job.decode.stop_ids
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from jdllm import tokenizer as tokenizers
 from jdllm.config import ModelConfig
-from jdllm.runtime import UsageError, checkpoint_warnings, decode_defaults, default_dtype
+from jdllm.runtime import (
+    UsageError,
+    checkpoint_warnings,
+    decode_defaults,
+    default_dtype,
+    defaults_beside_adapters,
+)
 from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ class ServedModel:
         fingerprint: OpenAI's ``system_fingerprint``.
         compiles: programs that this process has compiled so far.
         adapters: names of the LoRA adapters beside the weights; the first is 1 in DecodeConfig.
+        alone: the defaults of the model without an adapter, where they differ.
     """
 
     new_engine: "Callable[[Progress], Engine]"
@@ -40,17 +47,15 @@ class ServedModel:
     fingerprint: str = "jdllm"
     compiles: Callable[[], int] = lambda: 0
     adapters: Sequence[str] = ()
+    alone: Mapping[str, Any] | None = None
 
     def adapter_number(self, name: str) -> int:
         """DecodeConfig's ``adapter`` for requests to the model of this name."""
         return self.adapters.index(name) + 1 if name in self.adapters else 0
 
     def defaults_of(self, name: str) -> Mapping[str, Any]:
-        """Decode settings where a request to ``name`` gives none. Beside adapters, which are D2F's, the model alone
-        keeps to a decoder that it was made for."""
-        if not self.adapters or name in self.adapters:
-            return self.defaults
-        return {"decoder": "fast-dllm", **self.defaults}
+        """Decode settings where a request to ``name`` gives none."""
+        return self.defaults if name in self.adapters else self.alone or self.defaults
 
 
 def open_model(
@@ -66,7 +71,7 @@ def open_model(
 ) -> ServedModel:
     """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
     from jdllm import __version__, checkpoint
-    from jdllm.config import EngineConfig
+    from jdllm.config import MAX_LENGTH, EngineConfig
     from jdllm.convert.adapter import read_adapters
     from jdllm.engine import Engine
 
@@ -81,10 +86,12 @@ def open_model(
         raise UsageError(f"--model: {folder} has no tokenizer, and a server works with text")
     for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
-    length = min(max_length or 1024, loaded.config.max_sequence_length)
+    most = min(loaded.config.max_sequence_length, MAX_LENGTH)
+    length = min(max_length or 1024, most)
     if max_length and max_length > length:
-        raise UsageError(f"--max-length: {max_length} is above the model's max_sequence_length {length}")
+        raise UsageError(f"--max-length: {max_length} is above {most}, the most that model and engine take")
     config = EngineConfig(max_rows, length, steps_per_dispatch)
+    defaults = decode_defaults(loaded.meta)
     beside = read_adapters(adapters or {}, loaded.config)
 
     def new_engine(progress: Progress) -> Engine:
@@ -100,7 +107,8 @@ def open_model(
         max_rows=max_rows,
         max_length=length,
         adapters=tuple(adapters or ()),
-        defaults=decode_defaults(loaded.meta),
+        defaults=defaults,
+        alone=defaults_beside_adapters(loaded.meta, defaults) if adapters else None,
         fingerprint=f"jdllm-{__version__}-{dtype}",
         compiles=_count_compiles(),
     )

@@ -7,7 +7,7 @@ import pytest
 from scripted import SCRIPT_MODEL
 
 from jdllm.config import DecodeConfig, RequestError
-from jdllm.decoders import COMMON, TABLE, at_least, check, decode_config, dream_counts, linspace, shares
+from jdllm.decoders import COMMON, TABLE, alg_of, at_least, check, decode_config, dream_counts, linspace, shares
 
 LLADA = SCRIPT_MODEL
 DREAM = dataclasses.replace(SCRIPT_MODEL, family="dream", shifted_logits=True)
@@ -82,6 +82,10 @@ def test_what_asks_for_nothing_is_taken(decoder, family):
         ({"decoder": "llada", "cfg_scale": -1.0}, "llada", "cfg_scale"),
         ({"decoder": "dream", "eps": 0.0}, "dream", "eps"),
         ({"steps": 4}, "llada", "steps"),
+        ({"decoder": "dream", "alg": "origin", "alg_temp": 1.0}, "dream", "alg_temp"),
+        ({"decoder": "dream", "alg": "confidence_threshold", "alg_temp": 1.0}, "dream", "alg_temp"),
+        ({"decoder": "dream", "alg": "confidence_threshold", "eps": 0.1}, "dream", "eps"),
+        ({"decoder": "dream", "steps": 1000, "max_tokens": 8}, "dream", "steps"),
     ],
 )
 def test_bad_settings_are_named(given, family, field):
@@ -116,3 +120,30 @@ def test_equality_reaches_a_threshold():
         confidence = np.float32(threshold)
         assert confidence > np.float32(at_least(threshold))
         assert not np.nextafter(confidence, np.float32(-1)) > np.float32(at_least(threshold)) or threshold == 0
+
+
+def test_steps_count_where_they_are_scheduled_alone():
+    """With a threshold they only have to divide, and zero shares are no passes."""
+    for given, family in (
+        ({"decoder": "fast-dllm", "steps": 2048, "max_tokens": 64}, "llada"),
+        ({"decoder": "fast-dllm", "steps": 2048, "max_tokens": 64, "threshold": 0.5}, "llada"),
+        ({"decoder": "fast-dllm", "steps": 2, "max_tokens": 64, "threshold": 0.9}, "dream"),
+        ({"decoder": "dream", "alg": "confidence_threshold", "steps": 2048, "max_tokens": 64}, "dream"),
+    ):
+        check(decode_config(given, family), MODELS[family], [1], 100)
+
+
+def test_a_request_wins_over_the_defaults_that_contradict_it():
+    """A checkpoint's default rule must not make a request fail for what it never gave."""
+    defaults = {"decoder": "fast-dllm", "threshold": 0.9, "steps": 8, "cache": "dual"}
+    decode = decode_config({"alg": "entropy", "max_tokens": 64}, "dream", defaults)
+    check(decode, DREAM, [1], 100)
+    assert (decode.threshold, decode.steps, decode.cache) == (None, None, "dual")
+    decode = decode_config({"max_tokens": 50, "block_size": 10}, "llada", defaults)
+    assert (decode.threshold, decode.steps) == (0.9, None)
+
+
+def test_dream_takes_a_quota_when_steps_are_given():
+    assert alg_of(decode_config({"decoder": "fast-dllm", "steps": 8}, "dream")) == "entropy"
+    assert alg_of(decode_config({"decoder": "fast-dllm"}, "dream")) == "confidence_threshold"
+    assert alg_of(decode_config({"decoder": "dream"}, "dream")) == "entropy"

@@ -217,3 +217,112 @@ def test_min_tokens_keeps_stop_ids_away(engine, decoder):
     for (ids, *_), least in zip(run(engine, asked), (0, 12, 24), strict=True):
         assert stop not in ids[:least]
     assert stop in run(engine, asked[:1])[0][0]
+
+
+@pytest.mark.parametrize("steps", [3])
+def test_several_steps_a_dispatch_give_the_same(golden, engine, steps):
+    """Schedules, guidance and evictions when three steps go by between two reports."""
+    model = golden.config("llada-tiny")
+    several = Engine(golden.params("llada-tiny"), model, EngineConfig(ROWS, LENGTH, steps_per_dispatch=steps))
+    several.buckets = [Bucket(ROWS, ROWS * LENGTH, steps)]
+    several.compile()
+    requests = [(p, dataclasses.replace(d, adapter=0, temperature=0.0)) for p, d in random_requests(16, 5)]
+    one_by_one = [row[:2] for row in run(engine, requests)]
+    assert [row[:2] for row in run(several, requests)] == one_by_one
+    assert several.counters.calls < engine.counters.calls
+
+
+def test_a_guided_row_starts_however_few_positions_a_step_has(golden):
+    """It and its shadow step together: the widest bucket takes two whole canvases."""
+    model = golden.config("llada-tiny")
+    config = EngineConfig(2, 64, max_packed=64)
+    tight = Engine(golden.params("llada-tiny"), model, config)
+    tight.compile()
+    decode = DecodeConfig(decoder="llada", max_tokens=32, block_size=8, steps=8, cfg_scale=1.0, early_stop=False)
+    tight.insert(0, "a", [5] * 8, decode)
+    for _ in range(20):
+        rows = tight.step()
+        if rows and not rows[0].live:
+            break
+    assert rows[0].nfe == 8 and not rows[0].failed
+
+
+def test_the_shadow_of_a_guided_row_is_its_own(engine):
+    engine.reset()
+    guided = DecodeConfig(decoder="llada", max_tokens=8, block_size=8, cfg_scale=1.0)
+    with pytest.raises(ValueError, match="another one"):
+        engine.insert(0, "a", [5], guided, shadow=0)
+    engine.insert(0, "a", [5], guided, shadow=3)
+    assert engine.free_slots == [1, 2, 4, 5]
+    with pytest.raises(ValueError, match="slot 3 shadows another"):
+        engine.evict(3)
+    with pytest.raises(ValueError, match="slot 3 is taken"):
+        engine.insert(3, "b", [5], DecodeConfig())
+    engine.evict(0)
+    assert engine.free_slots == list(range(ROWS))
+
+
+def test_sampled_rows_of_llada_rank_by_the_probability_before_temperature(engine):
+    """At T > 0 the token is drawn, its confidence is not tempered: with a threshold, what is committed beside the best
+    has that probability. The seed alone decides."""
+    settings = {"decoder": "fast-dllm", "max_tokens": 32, "block_size": 16, "threshold": 0.6, "temperature": 1.0}
+    asked = [([5, 6, 7], DecodeConfig(early_stop=False, seed=seed, **settings)) for seed in (1, 2, 1)]
+    first, other, again = run(engine, asked)
+    assert first == again and first != other
+    passes, logprobs = np.array(first[3][3:35]), np.array(first[2][3:35])
+    for n in range(1, first[1] + 1):
+        assert (np.sort(np.exp(logprobs[passes == n]))[:-1] >= 0.6 - 1e-6).all()
+
+
+def test_one_number_that_is_not_a_number_ends_a_row(tiny):
+    """A single masked position without a confidence: whatever the rule, the row fails instead of staying."""
+    from scripted import Script, scripted_engine
+    from scripted import run as play
+
+    shape = (4, 40, 160)
+    probability = np.full(shape, 0.5)
+    probability[:, :, 6] = np.nan
+    scripted = scripted_engine(4, 160, 40)
+    for settings in (
+        {"decoder": "fast-dllm", "steps": 2},
+        {"decoder": "fast-dllm"},
+        {"decoder": "llada", "steps": 2},
+        {"decoder": "llada"},
+        {},
+    ):
+        scripted.play(Script(np.full(shape, 7), probability))
+        decode = DecodeConfig(max_tokens=8, block_size=8, early_stop=False, **settings)
+        (history,) = play(scripted, [([1, 2, 3], decode)])
+        assert bool(scripted.state.rows.failed[0]) and len(history) < 20
+
+
+def test_a_nucleus_of_unused_ids_alone_still_samples_a_token():
+    import jax.numpy as jnp
+    from scripted import SCRIPT_MODEL
+
+    from jdllm.denoise.request import request
+    from jdllm.denoise.state import unpack_numbers
+    from jdllm.denoise.unmask import candidates
+
+    logits = np.zeros((40, 12), np.float32)
+    logits[:, 9], logits[:, 4], logits[:, 0] = 9.0, 5.0, -5.0
+    unused = jnp.asarray(np.isin(np.arange(12), [0, 9]))
+    for settings in ({"top_k": 1}, {"top_p": 0.1}):
+        asked = request([1], DecodeConfig(temperature=1.0, **settings), SCRIPT_MODEL, 256)
+        rows = unpack_numbers(jnp.asarray(asked.progress)[None], jnp.asarray(asked.settings)[None])
+        found = candidates(jnp.asarray(logits), rows, jnp.zeros(40, int), jnp.arange(40), 11, unused)
+        assert (np.asarray(found[0]) == 4).all()
+
+
+def test_bfloat16_rows_end_and_hold_tokens(golden):
+    """Nothing is promised of its tokens but that they are tokens; adapters are cast with the weights."""
+    import jax.numpy as jnp
+
+    model = golden.config("llada-tiny")
+    half = {name: w.astype(jnp.bfloat16) for name, w in golden.params("llada-tiny").items()}
+    adapter = read_adapter("d2f", golden.folder / GOLDEN_ADAPTER, model)
+    made = Engine(half, model, EngineConfig(ROWS, LENGTH), [adapter, adapter])
+    made.buckets = [Bucket(ROWS, ROWS * LENGTH)]
+    made.compile()
+    for (prompt, decode), (ids, *_) in zip(requests := random_requests(8, 1), run(made, requests), strict=True):
+        assert model.mask_id not in ids and 0 < len(ids) <= decode.max_tokens and prompt

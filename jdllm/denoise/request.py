@@ -31,10 +31,8 @@ def request(
     numbers |= {"arrival": arrival % (1 << 31), "owner": owner, "shadow": shadow}
     tokens = np.full(canvas, model.mask_id, np.int32)
     tokens[: len(prompt)] = prompt
-    counts = np.ones(canvas, np.int32)
-    if len(schedule):
-        counts[:] = 0
-        counts[: len(schedule)] = schedule
+    counts = np.ones(canvas, np.int32)  # also behind a schedule: no pass that is due may stand still for ever
+    counts[: len(schedule)] = schedule
     return Request(pack_row(PROGRESS, numbers), pack_row(SETTINGS, numbers), counts, tokens)
 
 

@@ -55,14 +55,14 @@ def candidates(
     too_early = jnp.any(ids == rows.stop_ids[row][:, :, None], axis=1) & (position < rows.stop_from[row])[:, None]
     shifted = jnp.where((ids == rows.banned_id[row, None]) | too_early, -jnp.inf, shifted)
     tempered = shifted / jnp.where(temperature > 0, temperature, 1)[:, None]
+    if unused is not None:
+        tempered = jnp.where(unused & (temperature > 0)[:, None], -jnp.inf, tempered)
     best = _first_highest(_without(tempered, mask_id))
     filters = jnp.any((rows.top_p[row] < 1) | (rows.top_k[row] > 0))
     filtered = jax.lax.cond(
         filters, lambda: _filtered(tempered, rows.top_p[row], rows.top_k[row], best), lambda: tempered
     )
     allowed = _without(filtered, mask_id)
-    if unused is not None:
-        allowed = jnp.where(unused & (temperature > 0)[:, None], -jnp.inf, allowed)
     sample = lambda: _first_highest(_noised(allowed, rows, row, position))
     token = jax.lax.cond(jnp.any(temperature > 0), sample, lambda: _first_highest(allowed))
     demoted = jnp.any(ids == rows.demoted_ids[row][:, :, None], axis=1)

@@ -7,6 +7,9 @@ import httpx
 import pytest
 from server_process import Process
 
+from jdllm.config import DecodeConfig, EngineConfig
+from jdllm.denoise.window import Bucket
+from jdllm.engine import Engine
 from jdllm.tokenizer import load
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
@@ -84,13 +87,36 @@ def test_bad_settings_are_named(server, fields, param):
     assert reply["status"] == 400 and reply["error"]["param"] == param
 
 
+@pytest.fixture(scope="module")
+def engine(golden):
+    made = Engine(golden.params("llada-tiny"), golden.config("llada-tiny"), EngineConfig(1, 128))
+    made.buckets = [Bucket(1, 128)]
+    made.compile()
+    return made
+
+
+def filled(engine, prompt, decode) -> list[int]:
+    engine.reset()
+    engine.insert(0, "a", prompt, decode)
+    while not (rows := engine.step()) or rows[0].live:
+        pass
+    return rows[0].tokens[: len(prompt) + decode.max_tokens].tolist()
+
+
 @pytest.mark.parametrize("decoder", ["fast-dllm", "d2f", "llada"])
-def test_suffix_is_filled_towards(server, decoder):
-    """The middle alone comes back, at most max_tokens of it, plain and streamed alike."""
+def test_suffix_is_filled_towards(server, engine, folder, golden, decoder):
+    """The middle alone comes back, what the engine fills between the same ids, plain and streamed alike."""
+    mask, words = engine.model.mask_id, load(folder, golden.config("llada-tiny"))
+    before, behind = words.encode("Hello "), words.encode(" world", begins=False)
+    decode = DecodeConfig(decoder=decoder, max_tokens=0, infill=True)
+    middle = filled(engine, [*before, *[mask] * 12, *behind], decode)[len(before) : len(before) + 12]
+    stops = [i for i, token in enumerate(middle) if token in words.stop_ids]
+    middle = middle[: stops[0]] if stops else middle
     fields = dict(model="base", prompt="Hello ", suffix=" world", max_tokens=12, temperature=0, decoder=decoder)
     reply = complete(server, **fields)
     assert reply["status"] == 200, reply
-    assert 0 <= reply["usage"]["completion_tokens"] <= 12
+    assert reply["choices"][0]["text"] == words.decode(middle) and middle
+    assert reply["usage"]["completion_tokens"] == len(middle)
     text = ""
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**fields, "stream": True}) as stream:
         for line in stream.iter_lines():
@@ -99,8 +125,23 @@ def test_suffix_is_filled_towards(server, decoder):
     assert text == reply["choices"][0]["text"]
 
 
-def test_infill_answers_from_the_first_mask_on(server, golden):
-    mask = golden.config("llada-tiny").mask_id
-    reply = complete(server, model="base", prompt=[5, 6, mask, 7], infill=True, max_tokens=0, temperature=0)
+def test_infill_answers_from_the_first_mask_on(server, engine, folder, golden):
+    words = load(folder, golden.config("llada-tiny"))
+    prompt = [5, 6, engine.model.mask_id, 7]
+    answer = filled(engine, prompt, DecodeConfig(decoder="fast-dllm", max_tokens=0, infill=True))[2:]
+    reply = complete(server, model="base", prompt=prompt, infill=True, max_tokens=0, temperature=0)
     assert reply["status"] == 200, reply
-    assert reply["usage"]["completion_tokens"] in (0, 1, 2)
+    assert reply["choices"][0]["text"] == words.decode(answer)
+
+
+def test_what_the_engine_would_refuse_is_refused_at_once(server):
+    """400 before it waits for a slot, also for streams; nothing counts as failed."""
+    for fields, param in (
+        ({"decoder": "llada", "steps": 7, "max_tokens": 64, "stream": True}, "steps"),
+        ({"decoder": "fast-dllm", "remasking": "random"}, "steps"),
+        ({"infill": True, "stop": ["a"]}, "stop"),
+        ({"infill": True, "max_tokens": 0}, "max_tokens"),
+    ):
+        reply = complete(server, model="base", prompt="a", **fields)
+        assert reply["status"] == 400 and reply["error"]["param"] == param, reply
+    assert "jdllm_requests_failed_total 0.0" in httpx.get(f"{server.url}/metrics").text

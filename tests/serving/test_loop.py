@@ -390,3 +390,35 @@ def test_abort_by_request_id(serve, kit):
     assert abort("one") == 0
     kit.until(lambda: quiet(server))
     assert not server.engine.rows and server.metric("jdllm_requests_cancelled_total") == 2
+
+
+def test_a_guided_request_holds_two_slots_and_gives_both_back(serve, kit):
+    """It waits for both, nobody passes it by, and whatever ends it frees both."""
+    server = serve(kit.says("x", end=False), rows=3, length=8000, step_seconds=0.005)
+    guided = {"decoder": "llada", "cfg_scale": 1.0, "max_tokens": 3000}
+    used = lambda: round(server.metric("jdllm_slots_used_ratio") * 3)
+    for _ in range(2):
+        with server.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, **guided}) as one:
+            lines = one.iter_lines()  # kept: a forgotten one closes the stream
+            next(lines)
+            assert used() == 2
+            with ThreadPoolExecutor(2) as pool:
+                waiting = pool.submit(server.complete, "b", **{**guided, "max_tokens": 4})
+                kit.until(lambda: server.metric("jdllm_requests_waiting") == 1)
+                behind = pool.submit(server.complete, "c", max_tokens=2)
+                kit.until(lambda: server.metric("jdllm_requests_waiting") == 2)
+                one.close()
+                assert waiting.result().status_code == behind.result().status_code == 200
+        kit.until(lambda: quiet(server))
+        assert used() == 0 and not server.engine.rows
+
+    def once() -> None:
+        server.engine.fault = None
+        raise RuntimeError("injected")
+
+    server.engine.fault = once
+    assert server.complete("a", **guided).status_code == 500
+    kit.until(lambda: quiet(server))
+    assert used() == 0
+    tight = serve(kit.says("x", end=False), rows=1)
+    assert tight.complete("a", **{**guided, "max_tokens": 8}).json()["error"]["param"] == "cfg_scale"
