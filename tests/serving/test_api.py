@@ -1,7 +1,9 @@
 """The shape of OpenAI's API: fields, answers, errors."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -525,3 +527,17 @@ def test_metrics_have_vllms_names_too(serve, kit):
     assert server.metric("jdllm_forward_passes_total") > 0
     assert server.metric("jdllm_committed_tokens_total") == server.metric("jdllm_generation_tokens_total")
     assert 'jdllm_step_seconds_count{bucket="script"}' in text
+
+
+def test_the_dashboard_reads_metrics_that_are_there(serve, kit):
+    """Every name in docs/grafana-dashboard.json is on /metrics."""
+    server = serve(kit.says("abcd"))
+    server.chat(max_tokens=8)
+    text = server.http.get("/metrics").text
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expression in expressions for name in re.findall(r"jdllm_\w+", expression)}
+    assert len(names) > 15
+    assert not {name for name in names if f"# TYPE {name} " not in text and f"\n{name}" not in text} - {
+        "jdllm_requests_rejected_total"  # appears with the first refusal
+    }
