@@ -36,14 +36,17 @@ function runAll(decoders) {
   form.clearWrong();
   const path = PATHS[form.mode];
   const seed = Math.floor(Math.random() * 2 ** 32); // one for all, so that the decoders differ in nothing else
-  for (const decoder of decoders) {
+  const fresh = decoders.flatMap((decoder) => {
     const settings = { seed, ...form.settings(decoder) };
-    begin(path, { ...form.body(decoder), ...settings }, settings);
-  }
+    return begin(path, { ...form.body(decoder), ...settings }, settings);
+  });
+  $("cards").prepend(...fresh.map((card) => card.root));
+  next();
   const what = decoders.length > 1 ? `${decoders.length} requests` : `run ${number}`;
   say(`Started ${what}.`);
 }
 
+/** Queue a request; the cards of its answers. */
 function begin(path, body, settings) {
   number++;
   const abort = new AbortController();
@@ -60,7 +63,6 @@ function begin(path, body, settings) {
     mine.push(card);
     cards.add(card);
   }
-  $("cards").prepend(...mine.map((card) => card.root));
   const job = () => exchange(path, body, abort, mine);
   abort.signal.addEventListener("abort", () => {
     const at = waiting.indexOf(job);
@@ -69,7 +71,7 @@ function begin(path, body, settings) {
     endAll(mine, "stopped");
   });
   waiting.push(job);
-  next();
+  return mine;
 }
 
 function next() {
@@ -93,6 +95,8 @@ async function exchange(path, body, abort, mine) {
     endAll(mine, "finished");
   } catch (error) {
     if (abort.signal.aborted) return endAll(mine, "stopped");
+    const refused = mine.every((card) => !card.run.steps); // one card says it for all answers
+    if (refused) for (const card of mine.splice(1)) discard(card);
     endAll(mine, "failed", error);
     if (error instanceof ServerError && error.status === 401) askForKey();
     if (error.param) form.markWrong(error.param);
@@ -110,12 +114,16 @@ function endAll(mine, state, error = null) {
   refreshButtons();
 }
 
+function discard(card) {
+  cards.delete(card);
+  card.root.remove();
+}
+
 function remove(card) {
   const heir = card.root.nextElementSibling ?? card.root.previousElementSibling;
   const alone = [...cards].every((other) => other === card || other.abort !== card.abort);
   if (alone && !card.run.ended) card.abort.abort();
-  cards.delete(card);
-  card.root.remove();
+  discard(card);
   (heir?.querySelector(".remove") ?? $("run")).focus();
   refreshButtons();
 }

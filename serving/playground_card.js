@@ -16,7 +16,7 @@ export class Card {
     this.find(".asked").textContent = asked;
     this.root.setAttribute("aria-label", title);
     this.canvas = new Canvas(this.find(".canvas"), this.find(".detail"), run.size);
-    this.find(".canvas").setAttribute("aria-label", `Canvas of ${title}; arrow keys walk its positions`);
+    this.find(".canvas").setAttribute("aria-label", `Canvas of ${title}`);
     this.text = document.createTextNode("");
     this.find(".text").append(this.text);
     this.find(".text").setAttribute("aria-label", `Text of ${title}`);
@@ -50,6 +50,7 @@ export class Card {
     if (run.state === "finished") this.canvas.showEnd(run.tokens);
     if (run.error) this.#showError(run.error);
     this.find(".stop").hidden = true;
+    this.find(".stats").hidden = this.find(".views").hidden = run.state === "failed" && !run.steps;
     if (run.steps) {
       this.find(".replay").hidden = false;
       this.slider.max = this.slider.value = run.steps;
@@ -93,7 +94,7 @@ export class Card {
   #replay(step) {
     const { run } = this;
     this.canvas.showStep(step);
-    this.text.data = run.textAt(step >= run.steps ? Infinity : step);
+    this.text.data = step < run.steps ? run.textAt(step) : run.text;
     this.find("output").textContent = `${step} of ${run.steps}`;
   }
 

@@ -124,13 +124,14 @@ export class Form {
     const title = document.createElement("span");
     label.className = "field";
     label.title = setting.hint;
-    title.textContent = name;
+    // A long name may break behind its underscores.
+    title.append(...name.split("_").flatMap((word, i) => (i ? ["_", document.createElement("wbr"), word] : [word])));
     const standard = this.#defaults()[name] ?? setting.default;
     let input;
     if (setting.kind === "flag" || setting.kind === "choice") {
       input = document.createElement("select");
       const choices = setting.choices ?? ["true", "false"];
-      input.append(new Option(standard === null ? "default" : `default (${standard})`, ""));
+      input.append(new Option(standard === null ? "default" : `${standard} (default)`, ""));
       input.append(...choices.map((choice) => new Option(choice)));
     } else {
       input = document.createElement("input");

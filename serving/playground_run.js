@@ -6,9 +6,11 @@ export class Run {
     Object.assign(this, { number, path, body, index, size });
     this.state = "waiting"; // -> running -> finished | stopped | failed
     this.commits = []; // as the server sends them, with `ms`
-    this.texts = []; // {ms, step, text}: a piece of text, and the last step before it came
+    this.texts = []; // {ms, text}: pieces of the answer
     this.steps = 0;
-    this.tokens = 0;
+    this.offsets = []; // characters of the text before each token of the answer
+    this.decoder = new TextDecoder();
+    this.decoded = 0;
     this.ids = {};
     this.finishReason = this.error = this.usage = this.firstMs = this.totalMs = null;
   }
@@ -41,12 +43,11 @@ export class Run {
     for (const choice of chunk.choices) {
       if (choice.index !== this.index) continue;
       this.finishReason = choice.finish_reason ?? this.finishReason;
-      // One entry a token: the only count that the stream has for each answer of several.
-      this.tokens += (choice.logprobs?.content ?? choice.logprobs?.tokens ?? []).length;
+      this.#count(choice.logprobs);
       const text = choice.delta ? choice.delta.content : choice.text;
       if (!text) continue;
       this.firstMs ??= ms;
-      this.texts.push({ ms, step: this.steps, text });
+      this.texts.push({ ms, text });
       news.text += text;
     }
     return news;
@@ -62,9 +63,30 @@ export class Run {
     return this.state !== "waiting" && this.state !== "running";
   }
 
-  /** The text as it was when `step` had ended. */
+  /** Tokens of the answer, without what follows its end. */
+  get tokens() {
+    return this.offsets.length;
+  }
+
+  get text() {
+    return this.texts.map((piece) => piece.text).join("");
+  }
+
+  /** The text that was settled when `step` had ended: up to the first mask. */
   textAt(step) {
-    return this.texts.filter((piece) => piece.step <= step).map((piece) => piece.text).join("");
+    const known = new Set(this.commits.filter((commit) => commit.step <= step).map((commit) => commit.position));
+    let settled = 0;
+    while (known.has(settled)) settled++;
+    return settled < this.tokens ? [...this.text].slice(0, this.offsets[settled]).join("") : this.text;
+  }
+
+  /** Log-probabilities have an entry a token: no other part of a stream tells an answer's tokens and their places. */
+  #count(logprobs) {
+    this.offsets.push(...(logprobs?.text_offset ?? []));
+    for (const { bytes } of logprobs?.content ?? []) {
+      this.offsets.push(this.decoded);
+      this.decoded += [...this.decoder.decode(new Uint8Array(bytes), { stream: true })].length;
+    }
   }
 
   /** What an export holds. */
@@ -77,7 +99,7 @@ export class Run {
       state: this.state,
       error: error && { message: error.message, param: error.param, code: error.code, status: error.status },
       started_at: this.startedAt ?? null,
-      text: this.textAt(Infinity),
+      text: this.text,
       tokens: this.tokens,
       steps: this.steps,
       ms_to_first_text: this.firstMs,

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -259,13 +260,14 @@ def test_decoders_side_by_side_and_export(serve, kit, page):
     assert len({(decode.decoder, decode.seed) for decode in seen}) == 6 and len({d.seed for d in seen}) == 2
     assert {(d.cache, d.threshold) for d in seen if d.decoder == "fast-dllm"} == {("dual", 0.75)}
 
-    browser.click(".card:first-child .export")
+    browser.click(".card:nth-child(5) .export")
     kit.until(lambda: list(browser.downloads.glob("jdllm-run-3.1-fast-dllm.json")))
     exported = json.loads((browser.downloads / "jdllm-run-3.1-fast-dllm.json").read_text())
     assert exported["request"]["decoder"] == "fast-dllm" and exported["request"]["threshold"] == 0.75
     assert exported["text"] == "Hello, you" and exported["tokens"] == 10 and exported["state"] == "finished"
     assert [c["position"] for c in exported["commits"]][:10] == list(range(10))
     assert exported["response"]["usage"]["completion_tokens"] == 20  # of both answers
+    assert [h[:5] for h in browser.texts("h2")] == ["Run 1", "Run 1", "Run 2", "Run 2", "Run 3", "Run 3"]
     browser.click("#clear")
     assert browser.texts(".card") == [] and browser.run("document.activeElement.id") == "run"
 
@@ -273,8 +275,10 @@ def test_decoders_side_by_side_and_export(serve, kit, page):
 def test_errors_name_their_field(serve, kit, page):
     browser = page(serve(kit.says("x")))
     browser.put("[data-param=block_size]", "0")
+    browser.put("#n", "3")
     browser.click("#run")
-    kit.until(lambda: states(browser) == ["failed"])
+    kit.until(lambda: states(browser) == ["failed"])  # one card for all answers
+    browser.put("#n", "1")
     assert browser.texts(".error code") == ["block_size"] and "400" in browser.texts(".error")[0]
     assert browser.run("document.querySelector('[aria-invalid]').dataset.param") == "block_size"
     browser.put("[data-param=block_size]", "")
@@ -296,6 +300,30 @@ def test_stop_frees_the_slot(serve, kit, page):
     kit.until(lambda: states(browser) == ["stopped"] and server.metric("jdllm_requests_running") == 0)
     assert server.metric("jdllm_requests_cancelled_total") == 1
     kit.until(lambda: browser.texts("[data-chart=slots] b") == ["0 of 4"])
+
+    for _ in range(7):  # more than the browser opens connections: the rest waits in the page
+        browser.click("#run")
+    kit.until(lambda: states(browser)[:7].count("running") == 5 and states(browser)[:7].count("waiting") == 2)
+    kit.until(lambda: server.metric("jdllm_requests_running") == 4)
+    browser.click("#stop")
+    kit.until(lambda: states(browser) == ["stopped"] * 8 and server.metric("jdllm_requests_running") == 0)
+    assert server.metric("jdllm_requests_admitted_total") == server.metric("jdllm_requests_cancelled_total") == 6
+
+
+def test_charts_rest_while_the_page_is_hidden(serve, kit, page):
+    browser = page(serve(kit.says("x")))
+    asked = lambda: browser.run(
+        "performance.getEntriesByType('resource').filter((e) => /metrics$/.test(e.name)).length"
+    )
+    kit.until(lambda: asked() >= 2)
+    browser.run("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
+    time.sleep(1.1)  # the one that was on its way
+    before = asked()
+    time.sleep(1.5)
+    assert asked() == before
+    browser.run("Object.defineProperty(document, 'hidden', { value: false, configurable: true })")
+    browser.run("document.dispatchEvent(new Event('visibilitychange'))")
+    kit.until(lambda: asked() >= before + 2)
 
 
 def test_the_key_is_asked_for(serve, kit, browser):
