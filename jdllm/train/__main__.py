@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = command(name, run, text)
         sub.add_argument("--out", type=Path, required=True, help="work folder; the checkpoints go to OUT/shipped")
-        sub.add_argument("--base-steps", type=int, nargs="+", default=recipe.BASE_CYCLES, help="end of each cycle")
+        sub.add_argument("--base-steps", type=int, default=recipe.BASE.steps)
         sub.add_argument("--d2f-steps", type=int, default=recipe.D2F.steps)
     sub = command("evaluate", _evaluate, "held-out exact match by decoder, answer length and threshold")
     sub.add_argument("--base", type=Path, default=SHIPPED / f"{NAME}-base", help="converted base checkpoint")
@@ -59,7 +59,8 @@ def _all(args: argparse.Namespace) -> None:
 
 
 def _base(args: argparse.Namespace) -> None:
-    recipe.train_base(tokenizer.build(), args.out / "base", args.base_steps)
+    schedule = trainer.Schedule(args.base_steps, recipe.BASE.peak)
+    recipe.train_base(tokenizer.build(), args.out / "base", schedule)
 
 
 def _d2f(args: argparse.Namespace) -> None:

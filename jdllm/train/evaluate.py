@@ -17,7 +17,7 @@ from jdllm.train.tasks import Task, held_out
 BUCKETS = (20, 40, 60, 80, 120)
 """Upper ends of the answer lengths, in tokens, that are told apart."""
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 8
 MAX_TOKENS = 128
 DEFAULTS: dict[str, Any] = {"max_tokens": MAX_TOKENS, "block_size": BLOCK_SIZE}
 ROWS, LENGTH = 16, 256
@@ -36,7 +36,7 @@ BASE: dict[str, dict[str, Any]] = {
 ADAPTED: dict[str, dict[str, Any]] = {
     "d2f": {},
     **{f"d2f, skip {skip}": {"skip_threshold": skip} for skip in (0.95, 0.9, 0.7, 0.5, 0.3, 0.1)},
-    **{f"d2f, blocks of {size}": {"block_size": size} for size in (8, 32)},
+    **{f"d2f, blocks of {size}": {"block_size": size} for size in (4, 16, 32)},
 }
 """Decoders of the model with its D2F adapter."""
 

@@ -1,6 +1,6 @@
 """The shipped model: its shape, its two training stages, and their seeds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -14,11 +14,8 @@ from jdllm.train.tokenizer import EOS, MASK, special_id
 from jdllm.train.trainer import Schedule, fit
 
 SEED = 0
-PEAK = 1.2e-3
-BASE_CYCLES = (12000, 16000)
-"""Steps at which each cycle of the base training ends. A cycle continues the one before at a higher rate and lets it
-fall again."""
-D2F = Schedule(steps=1500, peak=1e-3)
+BASE = Schedule(steps=18_000, peak=1.2e-3)
+D2F = Schedule(steps=3000, peak=1e-3)
 WARM_ROUNDS = 12
 
 
@@ -41,18 +38,15 @@ def model(tokenizer: Tokenizer) -> ModelConfig:
     )
 
 
-def train_base(tokenizer: Tokenizer, folder: Path, cycles: Sequence[int] = BASE_CYCLES) -> llada.Params:
+def train_base(tokenizer: Tokenizer, folder: Path, schedule: Schedule = BASE) -> llada.Params:
     """The masked-diffusion base model with full attention, from scratch or from the checkpoint in ``folder``."""
     cfg = model(tokenizer)
 
     def data(first: int) -> Iterator[list[batches.Batch]]:
         return batches.rounds(tokenizer, batches.base_row, SEED, first, WARM_ROUNDS)
 
-    params = initial(cfg, SEED)
-    for steps in cycles:
-        schedule = Schedule(steps, PEAK)
-        params = fit(lambda p, batch: masked_cross_entropy(p, cfg, **batch), params, data, schedule, folder)
-    return params
+    loss = lambda params, batch: masked_cross_entropy(params, cfg, **batch)
+    return fit(loss, initial(cfg, SEED), data, schedule, folder)
 
 
 def train_d2f(tokenizer: Tokenizer, base: llada.Params, folder: Path, schedule: Schedule = D2F) -> lora.Adapter:

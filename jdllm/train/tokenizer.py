@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jdllm.train.tasks import vocabulary
+from jdllm.train.tasks import MAX_LINES, vocabulary
 
 BOS, EOS, MASK, EOT = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>"
 SPECIAL = (BOS, EOS, MASK, "<|start_header_id|>", "<|end_header_id|>", EOT)
-LABELS = ("name:", "list:", "\ncity:", "\nday:", "\nitems:", "\nlines:", "\n-")
+LABELS = ("name:", "list:", "\ncity:", "\nday:", "\nitems:", "\nlines:", *(f"\n{n}." for n in range(1, MAX_LINES + 1)))
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -30,9 +30,7 @@ CHAT_TEMPLATE = (
 )
 """LLaDA's template, but for the space before the user's text. A system message is refused: the model never saw one."""
 
-_PATTERN = (
-    r"\n?(?:name|city|day|items|lines|list):|\n-|\n+|(?:user|assistant)(?=$)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
-)
+_PATTERN = r"\n?(?:name|city|day|items|lines|list):|\n\d+\.|\n+|(?:user|assistant)(?=$)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 
 
 def build() -> Tokenizer:

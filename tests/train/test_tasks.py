@@ -26,8 +26,8 @@ def read_message(message: str) -> str:
     lines += [f"day: {day}"] if day else []
     lines.append("items:")
     items = ITEM.findall(message)
-    for quantity, unit, name, price in items:
-        line = " ".join(word for word in ("-", quantity, unit, name) if word)
+    for number, (quantity, unit, name, price) in enumerate(items, 1):
+        line = " ".join(word for word in (f"{number}.", quantity, unit, name) if word)
         lines.append(line + (f" at {price} = {int(quantity) * int(price)}" if price else ""))
     return "\n".join([*lines, f"lines: {len(items)}"])
 
@@ -36,7 +36,7 @@ def read_message(message: str) -> str:
 def test_the_answer_follows_from_the_message(seed, lines):
     task = tasks.order(random.Random(seed), lines)
     assert task.answer == read_message(task.message)
-    assert task.answer.count("\n- ") == task.lines == lines
+    assert f"\n{lines}. " in task.answer and f"\n{lines + 1}. " not in task.answer and task.lines == lines
 
 
 @given(st.integers(0, 1 << 30))
