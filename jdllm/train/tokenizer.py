@@ -30,7 +30,10 @@ CHAT_TEMPLATE = (
 )
 """LLaDA's template, but for the space before the user's text. A system message is refused: the model never saw one."""
 
-_PATTERN = r"\n?(?:name|city|day|items|lines|list):|\n\d+\.|\n+|(?:user|assistant)(?=$)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
+_PATTERN = (
+    r"\n?(?:name|city|day|items|lines|list):|\n\d+\.|\n+|(?:user|assistant)(?=$)"
+    r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
+)
 
 
 def build() -> Tokenizer:
