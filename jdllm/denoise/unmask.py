@@ -32,7 +32,12 @@ def is_special(rows: Rows) -> Array:
     """bool [R]: rows with a temperature, a filter, a ban, or another ranking than by probability."""
     special = (rows.temperature > 0) | (rows.top_p < 1) | (rows.top_k > 0) | (rows.confidence > 0) | rows.chance
     special |= (rows.confidence_temperature > 0) | (rows.banned_id >= 0) | jnp.any(rows.demoted_ids >= 0, axis=1)
-    return special | (rows.stop_from > rows.prompt_length)
+    return special | _keeps_stops_away(rows)
+
+
+def _keeps_stops_away(rows: Rows) -> Array:
+    """bool [R]: rows with a ``min_tokens``."""
+    return rows.stop_from > rows.prompt_length
 
 
 def candidates(
@@ -52,7 +57,8 @@ def candidates(
     total = jax.nn.logsumexp(logits, axis=1)
     # Shifted first: however small the temperature, the favourite stays at 0 and nothing becomes inf - inf.
     shifted = logits - jnp.max(logits, axis=1, keepdims=True)
-    too_early = jnp.any(ids == rows.stop_ids[row][:, :, None], axis=1) & (position < rows.stop_from[row])[:, None]
+    early = (position < rows.stop_from[row]) & _keeps_stops_away(rows)[row]
+    too_early = jnp.any(ids == rows.stop_ids[row][:, :, None], axis=1) & early[:, None]
     shifted = jnp.where((ids == rows.banned_id[row, None]) | too_early, -jnp.inf, shifted)
     tempered = shifted / jnp.where(temperature > 0, temperature, 1)[:, None]
     if unused is not None:
