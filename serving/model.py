@@ -83,7 +83,9 @@ def open_model(
         raise UsageError(f"--model: {error}") from None
     words = tokenizers.load(folder, loaded.config, chat_template)
     if words is None:
-        raise UsageError(f"--model: {folder} has no tokenizer, and a server works with text")
+        raise UsageError(
+            f"--model: {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt), and a server works with text"
+        )
     for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
     most = min(loaded.config.max_sequence_length, MAX_LENGTH)
