@@ -84,7 +84,7 @@ def open_model(
     words = tokenizers.load(folder, loaded.config, chat_template)
     if words is None:
         raise UsageError(
-            f"--model: {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt), and a server works with text"
+            f"--model: {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); a server needs one"
         )
     for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
