@@ -204,7 +204,7 @@ def test_refusals_name_the_field_and_change_nothing(engine, prompt, decode, fiel
 @pytest.mark.parametrize(
     "bad",
     [
-        {"decoder": "x"},
+        {"cache": "x"},
         {"max_tokens": -1},
         {"max_tokens": 2.0},
         {"block_size": 0},
