@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run until told to stop; the exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     try:
         folder, template, listener = _preflight(args)
         settings = runtime.configure(args.memory_fraction, args.compile_cache)
