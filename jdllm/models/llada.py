@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from jdllm.config import ModelConfig
-from jdllm.models.layers import add_bias, attention, rms_norm, rope_tables, rotate
+from jdllm.models.layers import add_bias, attention, matmul, rms_norm, rope_tables, rotate
 
 Params = dict[str, Array]
 """Flat weights: ``embed`` [V, D]; ``layers.i.{attn_norm, q, k, v, attn_out, ff_norm, gate, up, down}``, matrices
@@ -123,7 +123,7 @@ def layer(
     lead = x.shape[:-1]
 
     def linear(x: Array, name: str) -> Array:
-        out = add_bias(x @ p[name], p.get(f"{name}_bias"))
+        out = add_bias(matmul(x, p[name]), p.get(f"{name}_bias"))
         if adapter is None or f"{name}_lora_a" not in p:
             return out
         own = adapter[..., None] == p[f"{name}_lora_of"]

@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
 import random
 import shutil
 from pathlib import Path
+
+import jax
 
 from jdllm.checkpoint_format import RECORD
 from jdllm.convert.__main__ import main as convert
@@ -58,12 +61,19 @@ def _all(args: argparse.Namespace) -> None:
     _export(args)
 
 
+def _use_every_core() -> None:
+    """A device for each core: XLA runs much of a step in one thread."""
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
+
+
 def _base(args: argparse.Namespace) -> None:
+    _use_every_core()
     schedule = trainer.Schedule(args.base_steps, recipe.BASE.peak)
     recipe.train_base(tokenizer.build(), args.out / "base", schedule)
 
 
 def _d2f(args: argparse.Namespace) -> None:
+    _use_every_core()
     base, _ = _trained_base(args.out)
     schedule = trainer.Schedule(args.d2f_steps, recipe.D2F.peak)
     recipe.train_d2f(tokenizer.build(), base, args.out / "d2f", schedule)

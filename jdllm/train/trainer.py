@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdllm.models.llada import Params
 from jdllm.train.batches import Batch
@@ -64,7 +65,7 @@ def fit(
     validate: Callable[[Params, Progress], str] = lambda params, progress: "",
     every: int = 250,
 ) -> Params:
-    """Minimise ``loss(trained, batch)`` and return the trained weights.
+    """Minimise ``loss(trained, batch)`` and return the trained weights. Each of JAX's devices takes a share of a batch.
 
     Args:
         rounds: from a round's number, the batches from there on (jdllm.train.batches.rounds).
@@ -76,6 +77,8 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "state.npz").exists():
         trained, opt_state, progress = _restore(folder, trained, opt_state)
+    mesh = Mesh(np.array(jax.devices()), ("rows",))
+    trained, opt_state = jax.device_put((trained, opt_state), NamedSharding(mesh, PartitionSpec()))
 
     @jax.jit
     def update(trained, opt_state, batch):
@@ -88,7 +91,7 @@ def fit(
     stream = rounds(progress.round)
     while progress.step < schedule.steps:
         for batch in next(stream)[: schedule.steps - progress.step]:
-            trained, opt_state, value = update(trained, opt_state, batch)
+            trained, opt_state, value = update(trained, opt_state, _spread(batch, mesh))
             losses.append(float(value))
             progress.step += 1
             progress.tokens += batch["noisy"].size
@@ -107,6 +110,15 @@ def fit(
             progress.seconds, clock, saved = progress.seconds + now - clock, now, now
             _save(folder, trained, opt_state, progress)
     return trained
+
+
+def _spread(batch: Batch, mesh: Mesh) -> dict[str, jax.Array]:
+    """A batch's rows shared out over the devices, filled up with rows of weight 0 where they do not go round."""
+    missing = -len(batch["weights"]) % mesh.size
+    fill = {name: np.repeat(array[:1], missing, axis=0) for name, array in batch.items()}
+    fill["weights"] = np.zeros_like(fill["weights"])
+    full = {name: np.concatenate([array, fill[name]]) for name, array in batch.items()}
+    return jax.device_put(full, NamedSharding(mesh, PartitionSpec("rows")))
 
 
 def _save(folder: Path, trained: Params, opt_state: optax.OptState, progress: Progress) -> None:

@@ -1,6 +1,10 @@
 """Training, adapters and export on a model of two thin layers."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -60,6 +64,32 @@ def test_a_stopped_run_continues_as_if_never_stopped(batch, tmp_path, monkeypatc
     assert (progress.step, progress.round) == (3, 1)
     resumed = fit(loss, llada.init(CFG, 0), rounds(batch), SCHEDULE, tmp_path / "parts")
     assert all((resumed[name] == whole[name]).all() for name in whole)
+
+
+TRAIN = """
+import sys, jax, numpy as np
+devices, file, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_num_cpu_devices", devices)
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+import test_training as t
+batch = dict(np.load(file))
+end = t.fit(t.loss, t.llada.init(t.CFG, 0), t.rounds(batch), t.SCHEDULE, Path(out))
+assert len(jax.devices()) == devices
+"""
+
+
+def test_two_devices_train_as_one(batch, tmp_path):
+    """Seven rows, so that one has to be filled in, with no weight."""
+    np.savez(tmp_path / "batch.npz", **{name: array[:7] for name, array in batch.items()})
+    for devices in ("1", "2"):
+        arguments = [devices, str(tmp_path / "batch.npz"), str(tmp_path / devices), str(Path(__file__).parent)]
+        subprocess.run(
+            [sys.executable, "-c", TRAIN, *arguments], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        )
+    one, two = (trainer.load(tmp_path / devices, llada.init(CFG, 0))[0] for devices in ("1", "2"))
+    for name, weight in one.items():
+        np.testing.assert_allclose(two[name], weight, atol=2e-4)
 
 
 def test_an_adapter_starts_without_effect_and_merges_as_low_rank_sums(random_adapter):
