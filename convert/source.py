@@ -8,6 +8,7 @@ from jdllm.config import ConfigError, ModelConfig, model_config
 from jdllm.convert import names
 from jdllm.convert.errors import ConvertError, listed, read_json
 from jdllm.convert.tensors import Tensor, read_header
+from jdllm.tokenizer import tokenizer_code
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,7 +41,8 @@ class Source:
 
     @property
     def companions(self) -> list[Path]:
-        return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
+        names = [*COMPANIONS, *tokenizer_code(self.folder)]
+        return [self.folder / name for name in names if (self.folder / name).is_file()]
 
 
 def open_source(folder: Path) -> Source:

@@ -11,6 +11,7 @@ __all__ = [
     "CACHES",
     "CONFIDENCES",
     "FAMILIES",
+    "MAX_ALTERNATIVES",
     "MAX_STOP_IDS",
     "RANKINGS",
     "REMASKINGS",
@@ -35,6 +36,9 @@ REMASKINGS = ("low_confidence", "random")
 ALGS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
 
 MAX_STOP_IDS = 4
+
+MAX_ALTERNATIVES = 20
+"""Most probable tokens of a position that can be seen beside the committed one (A), as many as OpenAI gives."""
 
 
 class RequestError(ValueError):
@@ -85,6 +89,7 @@ class DecodeConfig:
             end-of-text id, () means none.
         eot_id: the model's end-of-turn id, for ``confidence_eos_eot_inf``; None where there is none.
         adapter: which of the engine's adapters, from 1; 0 for the model alone.
+        alternatives: how many of the most probable tokens are kept for every position, for ``Engine.alternatives``.
     """
 
     decoder: str = "d2f"
@@ -115,6 +120,7 @@ class DecodeConfig:
     stop_ids: tuple[int, ...] | None = None
     eot_id: int | None = None
     adapter: int = 0
+    alternatives: int = 0
 
     def __post_init__(self) -> None:
         check = _check_field
@@ -133,6 +139,7 @@ class DecodeConfig:
             ("block_size", 1, 1 << 20),
             ("steps", 1, 1 << 20),
             ("top_k", 0, 1 << 30),
+            ("alternatives", 0, MAX_ALTERNATIVES),
             ("seed", -(1 << 63), (1 << 64) - 1),
         ):
             value = getattr(self, name)

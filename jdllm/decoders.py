@@ -19,7 +19,9 @@ from jdllm.config import (
     need,
 )
 
-COMMON = frozenset("decoder max_tokens min_tokens temperature seed early_stop infill stop_ids eot_id adapter".split())
+COMMON = frozenset(
+    "decoder max_tokens min_tokens temperature seed early_stop infill stop_ids eot_id adapter alternatives".split()
+)
 """Settings that every decoder reads."""
 
 OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "cfg_scale": 0.0, "alg_temp": 0.0}
@@ -349,6 +351,7 @@ def row_numbers(
         "top_k": decode.top_k,
         "seed": np.random.SeedSequence(decode.seed % (1 << 64)).generate_state(1)[0],
         "early_stop": decode.early_stop,
+        "alternatives": decode.alternatives,
         "stop_ids": (*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))),
     }
     return numbers, schedule

@@ -6,6 +6,7 @@ that the last report names. Everything else happens in the compiled step.
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -20,8 +21,9 @@ from jdllm import decoders
 from jdllm.adapters import Adapter, stack
 from jdllm.buckets import choose_bucket, make_buckets
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
+from jdllm.costs import CostTable
 from jdllm.denoise.request import first_width, request
-from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert
+from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert, read_alternatives
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
 from jdllm.models.llada import Params
@@ -97,6 +99,7 @@ class Counters:
         calls, steps: dispatches, and denoising steps in them.
         computed: packed positions the programs ran on, padding included.
         needed: window positions of the rows that took part.
+        refreshed: those of them in passes over a row's whole canvas: its first, and the refreshes of its cache.
         compiles: programs compiled.
     """
 
@@ -104,11 +107,16 @@ class Counters:
     steps: int = 0
     computed: int = 0
     needed: int = 0
+    refreshed: int = 0
     compiles: int = 0
 
     def wasted(self) -> float:
         """Share of the computed positions that were padding."""
         return 1 - self.needed / self.computed if self.computed else 0.0
+
+    def refresh_share(self) -> float:
+        """Share of the needed positions in passes over whole canvases."""
+        return self.refreshed / self.needed if self.needed else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +125,8 @@ class _Call:
     logprobs: Array
     committed: Array
     handles: tuple[Hashable | None, ...]
+    bucket: Bucket
+    begin: float
 
 
 def _further(params: Params, adapters: Sequence[Adapter], unused_ids: Sequence[int]) -> Params:
@@ -133,8 +143,8 @@ _SHADOW = "shadow of a guided request"
 
 
 class Engine:
-    """One device-resident batch. Not thread-safe: one thread owns it. ``counters`` says what it has done,
-    ``last_bucket`` which program it ran last, as ROWSxPOSITIONS.
+    """One device-resident batch. Not thread-safe: one thread owns it. ``counters`` says what it has done, ``costs`` how
+    long calls take, ``last_call`` the bucket and seconds of the call whose rows ``step`` returned last.
 
     Args:
         params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
@@ -164,10 +174,12 @@ class Engine:
         if len(devices) != 1:
             raise ValueError(f"params: weights on {len(devices)} devices; an engine runs on one so far")
         self._inserted = 0
-        self.last_bucket = "none"
+        self.last_call: tuple[Bucket, float] | None = None
+        self.costs = CostTable()
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._insert: jax.stages.Compiled
         self._evict: jax.stages.Compiled
+        self._alternatives: jax.stages.Compiled
         self.reset()
 
     def reset(self) -> None:
@@ -188,7 +200,8 @@ class Engine:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), any_request)
         self._insert = jax.jit(insert, donate_argnums=0).lower(state, slot, shapes).compile()
         self._evict = jax.jit(evict, donate_argnums=0).lower(state, slot).compile()
-        self.counters.compiles += 2
+        self._alternatives = jax.jit(read_alternatives).lower(state, slot).compile()
+        self.counters.compiles += 3
 
         def build(bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
             program = jax.jit(partial(steps, model=self.model, bucket=bucket), donate_argnums=1)
@@ -202,6 +215,27 @@ class Engine:
                 if progress:
                     text = f"{bucket.rows} rows, {bucket.packed} positions"
                     progress(done, len(self.buckets), text)
+
+    def measure(self, calls: int = 3) -> None:
+        """Fill ``costs``: run every bucket, full of rows whose first windows fill it, half of them masks (at most a
+        block). The engine must be empty, and is empty afterwards."""
+        for bucket in self.buckets:
+            width = min(bucket.packed // bucket.rows, self.config.max_length)
+            masks = min(width // 2, DecodeConfig.block_size)
+            asked = partial(request, [0] * (width - masks), DecodeConfig(max_tokens=masks, stop_ids=()), self.model)
+            seconds = []
+            for _ in range(calls):
+                for slot in range(bucket.rows):
+                    row = asked(self.config.max_length, arrival=slot, owner=slot, shadow=slot)
+                    self.state = self._insert(self.state, np.int32(slot), row)
+                jax.block_until_ready(self.state)
+                begin = time.perf_counter()
+                self.state, report = self._steps[bucket](self.params, self.state)
+                jax.block_until_ready(report)
+                seconds.append(time.perf_counter() - begin)
+            self.costs.start(bucket, seconds)
+            for slot in range(bucket.rows):
+                self.state = self._evict(self.state, np.int32(slot))
 
     def check(self, prompt_ids: Sequence[int], decode: DecodeConfig) -> None:
         """Raise RequestError (naming the field) if ``insert`` would refuse this request."""
@@ -245,6 +279,14 @@ class Engine:
             self._widths[place] = 0
         self._shadows[slot] = slot
 
+    def alternatives(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable tokens, int32 [S, A], and their log-probabilities, float32 [S, A], at every position that
+        the request in this slot has committed so far, in the pass that committed it, before temperature and filters;
+        without the mask id and ids that stand for no token. For requests that ask for ``alternatives``. Waits for the
+        call in flight."""
+        ids, logprobs = self._alternatives(self.state, np.int32(slot))
+        return np.asarray(ids), np.asarray(logprobs)
+
     def memory(self, bucket: Bucket) -> tuple[int, int]:
         """Bytes that the program of a bucket updates in place (donated), and bytes of its temporaries."""
         memory: Any = self._steps[bucket].memory_analysis()
@@ -264,8 +306,7 @@ class Engine:
         if bucket is not None:
             self.state, (report, logprobs, committed) = self._steps[bucket](self.params, self.state)
             report.copy_to_host_async()
-            self._call = _Call(report, logprobs, committed, tuple(self._handles))
-            self.last_bucket = f"{bucket.rows}x{bucket.packed}"
+            self._call = _Call(report, logprobs, committed, tuple(self._handles), bucket, time.perf_counter())
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps
@@ -276,10 +317,13 @@ class Engine:
         call, self._call = self._call, None
         if call is None:
             return []
-        rows = []
-        for slot, numbers in enumerate(np.asarray(call.report)):
+        rows, reports = [], np.asarray(call.report)
+        self.last_call = call.bucket, time.perf_counter() - call.begin
+        self.costs.observe(*self.last_call)
+        for slot, numbers in enumerate(reports):
             report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
             self.counters.needed += report.pop("computed")
+            self.counters.refreshed += report.pop("refreshed")
             handle = call.handles[slot]
             if handle is None or handle is _SHADOW or handle is not self._handles[slot]:
                 continue

@@ -30,9 +30,10 @@ class Tokenizer:
 
     Args:
         folder: holds ``tokenizer.json``, or Dream's ``vocab.json`` and ``merges.txt``, and, beside it, whatever
-            transformers writes. Nothing is fetched, no code of the folder is run.
+            transformers writes. Nothing is fetched.
         model: its special ids win; a contradiction is an error.
         chat_template: Jinja text that replaces the folder's.
+        trust_remote_code: run the tokenizer's Python code in the folder, if there is any; otherwise none is run.
 
     Attributes:
         warnings: what a user should know about this folder, one line each.
@@ -41,8 +42,10 @@ class Tokenizer:
         unused_ids: ids of the model that stand for no token.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig, chat_template: str | None = None):
-        self._hf = _open(folder)
+    def __init__(
+        self, folder: Path, model: ModelConfig, chat_template: str | None = None, trust_remote_code: bool = False
+    ):
+        self._hf = _open(folder, trust_remote_code)
         if chat_template is not None:
             self._hf.chat_template = chat_template
         if not _is_byte_level(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder")):
@@ -197,10 +200,26 @@ def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
     return ids
 
 
-def load(folder: Path, model: ModelConfig, chat_template: str | None = None) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it has none."""
+def load(
+    folder: Path, model: ModelConfig, chat_template: str | None = None, trust_remote_code: bool = False
+) -> Tokenizer | None:
+    """The folder's tokenizer, or None where it has none that may be used."""
     parts = model.family == "dream" and all((folder / name).is_file() for name in ("vocab.json", "merges.txt"))
-    return Tokenizer(folder, model, chat_template) if parts or _has_whole(folder) else None
+    code = trust_remote_code and bool(tokenizer_code(folder))
+    found = parts or code or _has_whole(folder)
+    return Tokenizer(folder, model, chat_template, trust_remote_code) if found else None
+
+
+def tokenizer_code(folder: Path) -> list[str]:
+    """Names of the folder's Python files in which its tokenizer is written, as ``auto_map`` tells."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        classes = (config.get("auto_map") or {}).get("AutoTokenizer") or []
+    except (OSError, ValueError, AttributeError):
+        return []
+    named = [classes] if isinstance(classes, str) else [name for name in classes if isinstance(name, str)]
+    files = [f"{name.partition('.')[0]}.py" for name in named if "--" not in name]  # "--": in another repository
+    return [name for name in dict.fromkeys(files) if (folder / name).is_file()]
 
 
 def check_messages(messages: Any, field: str = "messages") -> list[dict[str, str]]:
@@ -248,10 +267,15 @@ def _has_whole(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
 
-def _open(folder: Path) -> Any:
+def _open(folder: Path, trust_remote_code: bool) -> Any:
     # Slow to import, and not needed by those who work with ids alone.
     import transformers
 
+    if trust_remote_code and tokenizer_code(folder):
+        found = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=True)
+        if not found.is_fast:
+            raise ConfigError(f"{folder}: {type(found).__name__} is written in Python alone; it needs a tokenizer.json")
+        return found
     kind = transformers.PreTrainedTokenizerFast
     if not _has_whole(folder):
         # Dream's code is Qwen2's tokenizer under another name. (transformers 5 makes the class an alias at run time.)

@@ -23,7 +23,9 @@ LAYERS = {
         "jdllm.decoders",
         "jdllm.adapters",
         "jdllm.buckets",
+        "jdllm.costs",
     ),
+    "jdllm/costs.py": ("jdllm.denoise",),
     "jdllm/checkpoint.py": ("jdllm.config", "jdllm.models", "jdllm.sharding", "jdllm.checkpoint_format"),
     "jdllm/sharding.py": ("jdllm.config", "jdllm.models"),
     "convert": (
@@ -34,6 +36,7 @@ LAYERS = {
         "jdllm.checkpoint",
         "jdllm.checkpoint_format",
         "jdllm.sharding",
+        "jdllm.tokenizer",
     ),
     "jdllm/tokenizer.py": ("jdllm.config", "jdllm.runtime"),
 }

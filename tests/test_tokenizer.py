@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jdllm.config import ConfigError, ModelConfig, RequestError, model_config
-from jdllm.tokenizer import Tokenizer, check_messages, load
+from jdllm.tokenizer import Tokenizer, check_messages, load, tokenizer_code
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 FOLDER = GOLDEN / "llada-tiny"
@@ -256,3 +256,38 @@ def test_folders_without_and_with_a_foreign_tokenizer(tmp_path, model):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="byte-level"):
         load(folder, model)
+
+
+CODE = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+
+Path(__file__).with_name("ran").touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def apply_chat_template(self, messages, **_):
+        return "own: " + messages[0]["content"]
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = changed(tmp_path, auto_map={"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]})
+    (folder / "tokenization_own.py").write_text(CODE)
+    assert tokenizer_code(folder) == ["tokenization_own.py"]
+    chat = [{"role": "user", "content": "why"}]
+    plain = load(folder, model)
+    assert plain.decode(plain.encode_chat(chat)) != "own: why" and not list(tmp_path.rglob("ran"))
+    trusted = load(folder, model, trust_remote_code=True)
+    assert trusted.decode(trusted.encode_chat(chat)) == "own: why"
+
+
+def test_code_is_named_where_nothing_else_is_there(tmp_path, model):
+    folder = changed(tmp_path, auto_map={"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]})
+    (folder / "tokenization_own.py").write_text(CODE)
+    (folder / "tokenizer.json").unlink()
+    assert load(folder, model) is None and tokenizer_code(folder) == ["tokenization_own.py"]
+    for broken in ('{"auto_map": "x"}', '{"auto_map": {"AutoTokenizer": "other/place--a.B"}}', "[]", "{"):
+        (folder / "tokenizer_config.json").write_text(broken)
+        assert tokenizer_code(folder) == []

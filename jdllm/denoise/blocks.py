@@ -4,6 +4,7 @@ Decoded tokens are counted from the canvas, so no counter can drift from it. (Th
 wrong if the model emits the mask id; here the mask id is never a candidate.)
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +16,7 @@ def block_start(rows: Rows, position: Array, row: Array | None = None) -> Array:
     P, size = rows.prompt_length, jnp.maximum(rows.block_size, 1)
     P, size = (P, size) if row is None else (P[row], size[row])
     after = position - P
-    return jnp.where(after < 0, 0, position - after % size)
+    return jnp.where(after < 0, 0, position - jax.lax.rem(after, size))
 
 
 def block_end(rows: Rows, position: Array, row: Array | None = None) -> Array:
@@ -23,13 +24,13 @@ def block_end(rows: Rows, position: Array, row: Array | None = None) -> Array:
     P, size = rows.prompt_length, jnp.maximum(rows.block_size, 1)
     P, size = (P, size) if row is None else (P[row], size[row])
     after = position - P
-    return jnp.where(after < 0, P, position - after % size + size)
+    return jnp.where(after < 0, P, position - jax.lax.rem(after, size) + size)
 
 
 def decided_end(rows: Rows) -> Array:
     """int32 [R]: positions before it may be decided in this pass: the whole canvas of a pipelined row, else up to the
     end of the block being decoded. (That of a prompt with masks to fill is the first block behind it.)"""
-    current = block_end(rows, jnp.maximum(rows.block, rows.prompt_length))
+    current = jnp.maximum(rows.block, rows.prompt_length) + rows.block_size
     return jnp.where(rows.pipelined, rows.length, jnp.minimum(current, rows.limit))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jdllm.config import MAX_STOP_IDS, ModelConfig
+from jdllm.config import MAX_ALTERNATIVES, MAX_STOP_IDS, ModelConfig
 
 
 def _column(kind: str = "int", *, changes: bool = False, width: int = 0) -> Any:
@@ -73,6 +73,7 @@ class Rows:
         demoted_ids: int32 [B, 2], candidates of no confidence, padded with -1 (LLaDA's confidence_eos_eot_inf).
         seed: uint32.
         early_stop: bool, end once the text up to the first stop id is settled.
+        alternatives: how many of the most probable tokens the host wants to see beside each committed one.
         stop_ids: int32 [B, 4], padded with -1.
     """
 
@@ -116,6 +117,7 @@ class Rows:
     demoted_ids: Array = _column(width=2)
     seed: Array = _column("uint")
     early_stop: Array = _column("bool")
+    alternatives: Array = _column()
     stop_ids: Array = _column(width=MAX_STOP_IDS)
 
 
@@ -186,6 +188,9 @@ class State:
         logprobs: float32 [B, S], log-probability of each committed token in the pass that committed it, before
             temperature and filters; 0 elsewhere.
         committed: int32 [B, S], the pass that committed each position, counted from 1; 0 elsewhere.
+        alternative_ids: int32 [B, S, A], the most probable tokens at each committed position in that pass, in order,
+            in rows that ask for ``alternatives``; of no meaning elsewhere.
+        alternative_logprobs: float32 [B, S, A], theirs.
         edge: [B, D], output of the last layer at the last final position of a pipelined row, for models whose logits
             predict the next position; None for the others.
         keys, values: one array [B, K, S, H] a layer, indexed by position, keys after rotary embedding. (Heads before
@@ -198,6 +203,8 @@ class State:
     tokens: Array
     logprobs: Array
     committed: Array
+    alternative_ids: Array
+    alternative_logprobs: Array
     edge: Array | None
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
@@ -205,6 +212,14 @@ class State:
     @property
     def rows(self) -> Rows:
         return unpack_numbers(self.progress, self.settings)
+
+
+def first_rows(state: State, count: int) -> Rows:
+    """The first ``count`` rows; a row that shadows another has that one's progress."""
+    progress, settings = state.progress[:count], state.settings[:count]
+    if count == 1:
+        return unpack_numbers(progress, settings)
+    return unpack_numbers(progress[unpack_numbers(progress, settings).owner], settings)
 
 
 @jax.tree_util.register_dataclass
@@ -226,6 +241,7 @@ def abstract_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype)
 def empty_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> State:
     """A state whose slots are all free. Every leaf is a buffer of its own, as donation needs."""
     cache = (rows, model.n_kv_heads, length, model.head_dim)
+    alternatives = (rows, length, min(MAX_ALTERNATIVES, model.vocab_size))
     columns = lambda names: sum(_PLACES[name][1] for name in names)
     settings = np.zeros((rows, columns(SETTINGS)), np.int32)
     settings[:, _PLACES["owner"][0]] = settings[:, _PLACES["shadow"][0]] = np.arange(rows)
@@ -236,6 +252,8 @@ def empty_state(model: ModelConfig, rows: int, length: int, dtype: jnp.dtype) ->
         tokens=jnp.full((rows, length), model.mask_id, jnp.int32),
         logprobs=jnp.zeros((rows, length), jnp.float32),
         committed=jnp.zeros((rows, length), jnp.int32),
+        alternative_ids=jnp.zeros(alternatives, jnp.int32),
+        alternative_logprobs=jnp.zeros(alternatives, jnp.float32),
         edge=jnp.zeros((rows, model.d_model), dtype) if model.shifted_logits else None,
         keys=tuple(jnp.zeros(cache, dtype) for _ in range(model.n_layers)),
         values=tuple(jnp.zeros(cache, dtype) for _ in range(model.n_layers)),
@@ -248,7 +266,8 @@ def insert(state: State, slot: Array, request: Request) -> State:
     Args:
         slot: int32 [].
     """
-    return State(
+    return dataclasses.replace(
+        state,
         **{f.name: getattr(state, f.name).at[slot].set(getattr(request, f.name)) for f in dataclasses.fields(request)},
         logprobs=state.logprobs.at[slot].set(0),
         committed=state.committed.at[slot].set(0),
@@ -256,6 +275,11 @@ def insert(state: State, slot: Array, request: Request) -> State:
         keys=tuple(cache.at[slot].set(0) for cache in state.keys),
         values=tuple(cache.at[slot].set(0) for cache in state.values),
     )
+
+
+def read_alternatives(state: State, slot: Array) -> tuple[Array, Array]:
+    """``alternative_ids`` and ``alternative_logprobs`` [S, A] of one slot."""
+    return state.alternative_ids[slot], state.alternative_logprobs[slot]
 
 
 def evict(state: State, slot: Array) -> State:
@@ -268,9 +292,10 @@ def evict(state: State, slot: Array) -> State:
     )
 
 
-REPORT_FIELDS = ("live", "failed", "prompt_length", "length", "prefix", "stop", "nfe", "width", "computed")
-"""Leading columns of a report, int32 [R, 9 + S]; the canvas follows.
+REPORT_FIELDS = ("live", "failed", "prompt_length", "length", "prefix", "stop", "nfe", "width", "computed", "refreshed")
+"""Leading columns of a report, int32 [R, 10 + S]; the canvas follows.
 
 ``prefix``: first masked position, or the end of the canvas. ``stop``: position of the first stop id inside the prefix,
 or -1. ``width``: positions of the next window, 0 for a row that is not live. ``computed``: window positions computed
-for this row in this call. The others are as in Rows."""
+for this row in this call; ``refreshed``: those of them in passes over its whole canvas, the first among them. The
+others are as in Rows."""

@@ -5,16 +5,15 @@ insertion), which is the references' order seen from the other side of the loop;
 next window.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jdllm.config import ModelConfig
-from jdllm.denoise.blocks import block_end, block_start, decided_end, first, masked, newest_block_decoded
-from jdllm.denoise.state import PROGRESS, REPORT_FIELDS, Rows, State, pack_numbers, unpack_numbers
-from jdllm.denoise.unmask import Found, accepted, candidates, is_special, most_probable
+from jdllm.denoise.blocks import block_start, decided_end, first, masked, newest_block_decoded
+from jdllm.denoise.head import alternatives, decide
+from jdllm.denoise.state import PROGRESS, REPORT_FIELDS, Rows, State, first_rows, pack_numbers, unpack_numbers
+from jdllm.denoise.unmask import Found, accepted
 from jdllm.denoise.window import Bucket, Packing, pack, window_attention
 from jdllm.models import llada
 from jdllm.models.layers import rope_tables
@@ -22,8 +21,11 @@ from jdllm.models.layers import rope_tables
 Text = tuple[Array, Array]
 """int32 [R] each: first masked position of a row and its first stop id; its length and limit where there is none."""
 
+Work = tuple[Array, Array]
+"""int32 [R] each: window positions computed, and those of them that belong to passes over the whole canvas."""
+
 Report = tuple[Array, Array, Array]
-"""int32 [R, 9 + S] (state.REPORT_FIELDS), and State's ``logprobs`` and ``committed`` of those rows [R, S]."""
+"""int32 [R, 10 + S] (state.REPORT_FIELDS), and State's ``logprobs`` and ``committed`` of those rows [R, S]."""
 
 
 def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Bucket) -> tuple[State, Report]:
@@ -34,27 +36,28 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
     """
     R = bucket.rows
 
-    def body(_: Array, carry: tuple[State, Text, Array]) -> tuple[State, Text, Array]:
-        whole, _before, computed = carry
-        whole, text, width = _step(params, whole, model, bucket)
-        return whole, text, computed + width
+    def body(_: Array, carry: tuple[State, Text, Work]) -> tuple[State, Text, Work]:
+        whole, _before, (computed, refreshed) = carry
+        whole, text, (width, refresh) = _step(params, whole, model, bucket)
+        return whole, text, (computed + width, refreshed + refresh)
 
     none = jnp.zeros(R, jnp.int32)
-    carry = (state, (none, none), none)
+    carry = (state, (none, none), (none, none))
     once = bucket.steps == 1
-    state, text, computed = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
+    state, text, work = body(jnp.int32(0), carry) if once else jax.lax.fori_loop(0, bucket.steps, body, carry)
     rows = unpack_numbers(state.progress[:R], state.settings[:R])
-    return state, (_report(rows, state.tokens[:R], text, computed), state.logprobs[:R], state.committed[:R])
+    return state, (_report(rows, state.tokens[:R], text, work), state.logprobs[:R], state.committed[:R])
 
 
-def _step(params: llada.Params, state: State, model: ModelConfig, bucket: Bucket) -> tuple[State, Text, Array]:
-    rows, before = _rows(state, bucket.rows), state.tokens[: bucket.rows]
+def _step(params: llada.Params, state: State, model: ModelConfig, bucket: Bucket) -> tuple[State, Text, Work]:
+    rows, before = first_rows(state, bucket.rows), state.tokens[: bucket.rows]
     packing = pack(rows, bucket, before.shape[1])
     hidden, keys, values = _forward(params, state, rows, packing, model)
-    found, here = _head(params, state, rows, packing, hidden, model)
+    found, here = decide(params, state, rows, packing, hidden, model)
     accept = _accept(state, rows, packing, found, here)
     token, _, _, logprob = found
     tokens = packing.write(before, token, accept)
+    others = alternatives(params, state, rows, packing, hidden, accept, model)
     progress, text = _advance(state, rows, before, tokens, packing.width > 0, model)
     part = lambda array: array[: bucket.rows]
     state = State(
@@ -63,20 +66,15 @@ def _step(params: llada.Params, state: State, model: ModelConfig, bucket: Bucket
         schedule=state.schedule,
         tokens=_replace(state.tokens, tokens),
         logprobs=_replace(state.logprobs, packing.write(part(state.logprobs), logprob, accept)),
+        alternative_ids=others[0],
+        alternative_logprobs=others[1],
         committed=_replace(state.committed, packing.write(part(state.committed), rows.nfe[packing.row] + 1, accept)),
         edge=None if state.edge is None else _replace(state.edge, _edge(state.edge, rows, packing, hidden)),
         keys=keys,
         values=values,
     )
-    return state, text, packing.width
-
-
-def _rows(state: State, count: int) -> Rows:
-    """The first ``count`` rows; a row that shadows another has that one's progress."""
-    progress, settings = state.progress[:count], state.settings[:count]
-    if count == 1:
-        return unpack_numbers(progress, settings)
-    return unpack_numbers(progress[unpack_numbers(progress, settings).owner], settings)
+    whole_canvas = (rows.start == 0) & (rows.end == rows.length)
+    return state, text, (packing.width, jnp.where(whole_canvas, packing.width, 0))
 
 
 def _replace(whole: Array, part: Array) -> Array:
@@ -112,90 +110,6 @@ def _tokens(state: State, rows: Rows, packing: Packing, model: ModelConfig) -> A
     source = rows.owner[row]
     hidden = (source != row) & (position < rows.prompt_length[row]) & (state.committed[source, position] == 0)
     return jnp.where(hidden, model.mask_id, state.tokens[source, position])
-
-
-HEAD = 16
-"""The head runs on at least this many positions at a time; on positions of special rows, on as many."""
-
-MOST_LOGITS = 1 << 25
-"""Logits (float32 numbers) held at once: 128 MB. The vocabulary of LLaDA-8B then takes 265 positions at a time."""
-
-
-def _head(
-    params: llada.Params, state: State, rows: Rows, packing: Packing, hidden: Array, model: ModelConfig
-) -> tuple[Found, Array]:
-    """Candidates of every position to be decided, arrays [N] (rubbish elsewhere), and which these are, bool [N].
-
-    The output head runs on these positions only, packed once more, a quarter of N and no more than MOST_LOGITS at a
-    time: as many times as they need. What special rows ask for is worked out a few positions at a time, in a second
-    round of theirs alone: it takes several arrays of the size of the logits, and a plain row reads the same numbers
-    whatever its neighbours ask for."""
-    row, position = packing.row, packing.position
-    here = packing.valid & masked(rows, state.tokens[: rows.live.shape[0]], model.mask_id)[row, position]
-    here &= position < decided_end(rows)[row]
-    here &= ~(rows.first_alone & (rows.passes == 0))[row] | (position == rows.block[row])
-    here &= rows.owner[row] == row
-    logits = lambda source: _logits(params, state, rows, packing, hidden, source, model)
-    N, special = hidden.shape[0], is_special(rows)[row]
-    M = min(N, max(HEAD, min(N // 4, MOST_LOGITS // model.vocab_size)))
-    number = jnp.zeros(N, jnp.float32)
-    found = (jnp.zeros(N, jnp.int32), number, number, number)
-
-    def plain(source: Array) -> Found:
-        return most_probable(logits(source), model.mask_id)
-
-    def other(source: Array) -> Found:
-        return candidates(logits(source), rows, row[source], position[source], model.mask_id, params.get("unused"))
-
-    found = _packed(plain, here & ~special, M, found)
-    return _packed(other, here & special, min(N, HEAD), found), here
-
-
-def _packed(find: Callable[[Array], Found], where: Array, size: int, found: Found) -> Found:
-    """``found`` [N] with what ``find`` says of the positions ``where`` bool [N], ``size`` at a time.
-
-    Args:
-        find: packed positions int32 [M] -> Found.
-    """
-    N = where.shape[0]
-    rank = jnp.cumsum(where, dtype=jnp.int32)
-
-    def some(i: Array, found: Found) -> Found:
-        wanted = i * size + jnp.arange(1, size + 1, dtype=jnp.int32)
-        source = jnp.searchsorted(rank, wanted, method="compare_all")  # N behind the last
-        new = find(jnp.minimum(source, N - 1))
-        return jax.tree.map(lambda x, y: x.at[source].set(y, mode="drop"), found, new)
-
-    return jax.lax.fori_loop(0, -(-rank[-1] // size), some, found)
-
-
-def _logits(
-    params: llada.Params, state: State, rows: Rows, packing: Packing, hidden: Array, source: Array, model: ModelConfig
-) -> Array:
-    """float32 [M, V] for the packed positions ``source`` [M]; of guided rows u + (w + 1) (c - u), u being the logits
-    without the prompt."""
-    row, position = packing.row[source], packing.position[source]
-
-    def predict(source: Array) -> Array:
-        if state.edge is None:
-            return llada.head(params, model, hidden[source])
-        # The position before predicts; at the window's start the official loops keep the window's own first logits, but
-        # D2F those of the last position that it made final.
-        at_start = position == rows.start[row]
-        x = hidden[jnp.where(at_start, source, source - 1)]
-        known = at_start & rows.pipelined[row] & (position > 0)
-        return llada.head(params, model, jnp.where(known[:, None], state.edge[row], x))
-
-    logits = predict(source)
-    if rows.live.shape[0] == 1:
-        return logits
-    scale = jnp.where(rows.shadow != jnp.arange(rows.live.shape[0]), rows.guidance, 0)
-
-    def guided() -> Array:
-        alone = predict(packing.first[rows.shadow[row]] + position - rows.start[row])
-        return jnp.where(scale[row, None] > 0, alone + (scale[row, None] + 1) * (logits - alone), logits)
-
-    return jax.lax.cond(jnp.any(rows.live & (scale > 0)), guided, lambda: logits)
 
 
 def _accept(state: State, rows: Rows, packing: Packing, found: Found, here: Array) -> Array:
@@ -265,7 +179,7 @@ def _advance(
     block = jnp.where(done, end_of_block, rows.block)
     passes = jnp.where(done, 0, passes)
     narrow = passes > 0  # else the whole canvas: a refresh
-    block_ends = jnp.minimum(block_end(rows, jnp.maximum(block, rows.prompt_length)), rows.limit)
+    block_ends = jnp.minimum(jnp.maximum(block, rows.prompt_length) + rows.block_size, rows.limit)
 
     piped = lambda a, b: jnp.where(rows.pipelined, a, b)
     going = piped(unfinished | add, block < rows.limit)
@@ -302,8 +216,8 @@ def _is_stop(rows: Rows, tokens: Array) -> Array:
     return generated & jnp.any(tokens[:, :, None] == rows.stop_ids[:, None, :], axis=2)
 
 
-def _report(rows: Rows, tokens: Array, text: Text, computed: Array) -> Array:
-    prefix, stop = text
+def _report(rows: Rows, tokens: Array, text: Text, work: Work) -> Array:
+    (prefix, stop), (computed, refreshed) = text, work
     columns = {
         "live": rows.live,
         "failed": rows.failed,
@@ -314,6 +228,7 @@ def _report(rows: Rows, tokens: Array, text: Text, computed: Array) -> Array:
         "nfe": rows.nfe,
         "width": jnp.where(rows.live, rows.end - rows.start, 0),
         "computed": computed,
+        "refreshed": refreshed,
     }
     head = jnp.stack([columns[name].astype(jnp.int32) for name in REPORT_FIELDS], axis=1)
     return jnp.concatenate([head, tokens], axis=1)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from benchmarks.presets import LLADA_8B
 from jdllm.config import ModelConfig
+from jdllm.denoise.head import MOST_LOGITS
 from jdllm.denoise.state import abstract_state
-from jdllm.denoise.step import MOST_LOGITS, steps
+from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
 from jdllm.models import llada
 

@@ -43,7 +43,7 @@ def scripted_head(params, state, rows, packing, hidden, model):
     return (token, probability, confidence, jnp.log(probability)), here
 
 
-real_head = step_module._head
+real_head = step_module.decide
 
 
 class ScriptedEngine(Engine):
@@ -79,11 +79,11 @@ def scripted_engine(rows: int, length: int, passes: int, steps: int = 1, packed:
     engine.buckets = [Bucket(rows, packed or rows * length, steps)]
     blank = np.zeros((rows, passes, length))
     engine.play(Script(blank, blank))
-    step_module._head = scripted_head
+    step_module.decide = scripted_head
     try:
         engine.compile()
     finally:
-        step_module._head = real_head
+        step_module.decide = real_head
     return engine
 
 
