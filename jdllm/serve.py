@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from jdllm import runtime
 from jdllm.config import ConfigError
 from jdllm.runtime import UsageError
+from jdllm.serving import logs
 
 if TYPE_CHECKING:
     from jdllm.serving.api import ServerConfig
@@ -33,8 +34,7 @@ log = logging.getLogger("jdllm.serving")
 def main(argv: list[str] | None = None) -> int:
     """Run until told to stop; the exit code."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
+    logs.install(args.log_format)
     try:
         folder, template, listener = _preflight(args)
         settings = runtime.configure(args.memory_fraction, args.compile_cache)
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.warm_only:
         listener.close()
         return _warm(args, folder, template)
-    code = asyncio.run(_serve(args, folder, template, listener))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(_serve(args, folder, template, listener))
     # A thread inside the compiler cannot be joined, and must not be there when the interpreter is taken down.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,19 +67,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=runtime.DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere")
     add("--served-model-name", nargs="+", metavar="NAME", help="names to serve under; default: the folder's")
     add("--chat-template", metavar="FILE", help="Jinja template in place of the checkpoint's")
+    add("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings for its tokenizer")
     add("--queue-limit", type=int, default=256, help="requests that may wait (default 256)")
-    add("--api-key", default=os.environ.get("JDLLM_API_KEY"), help="clients must send it; default: $JDLLM_API_KEY")
+    add("--api-key", action="append", metavar="KEY", help="clients must send one; default: $JDLLM_API_KEY, if set")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="origin of web pages that may ask, * for all")
     add("--strict-api", action="store_true", help="refuse unknown request fields instead of ignoring them")
     add("--memory-fraction", type=float, help="share of the accelerator's memory to take")
     add("--compile-cache", help=f"folder of compiled programs, '' for none (default {runtime.default_cache()})")
     add("--warm-only", action="store_true", help="compile every program into the compile cache, then exit")
+    add("--max-body", type=int, default=2 << 20, metavar="BYTES", help="of a request (default 2097152)")
+    add("--log-format", choices=logs.FORMATS, default="text", help="json: one object a line (default text)")
+    add("--log-content", action="store_true", help="prompts and answers stand in the log, too")
     add("--grace", type=float, default=30.0, help="seconds that running requests get at the end (default 30)")
     return parser
 
 
 def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socket]:
     """Everything that can be wrong with the command line, found before anything slow begins."""
-    least_of = {"max_rows": 1, "steps_per_dispatch": 1, "max_length": 2, "queue_limit": 0, "grace": 0}
+    least_of = {"max_rows": 1, "steps_per_dispatch": 1, "max_length": 2, "queue_limit": 0, "grace": 0, "max_body": 1}
     for name, least in least_of.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -97,6 +103,9 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+        # Accepted connections inherit it. (asyncio sets it only on sockets made with a protocol number.) Without it an
+        # answer on a connection that is kept alive waits 40 ms for the client to acknowledge the last.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise UsageError(
             f"--host {args.host} --port {args.port}: cannot listen there: {error.strerror or error}"
@@ -118,6 +127,7 @@ def _open(
         steps_per_dispatch=args.steps_per_dispatch,
         dtype=args.dtype,
         chat_template=template,
+        trust_remote_code=args.trust_remote_code,
         adapters=runtime.adapter_folders(args.adapter),
     )
 
@@ -146,9 +156,13 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     adapters = runtime.adapter_folders(args.adapter)
     config = ServerConfig(
         names=(*(args.served_model_name or [folder.name]), *adapters),
+        root=str(folder),
         queue_limit=args.queue_limit,
-        api_key=args.api_key,
+        api_keys=_api_keys(args.api_key),
+        cors_origins=tuple(args.cors_origin),
         strict_api=args.strict_api,
+        max_body=args.max_body,
+        log_content=args.log_content,
     )
     url = _url(listener)
     loop = asyncio.get_running_loop()
@@ -211,13 +225,26 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     return 1 if failed.is_set() else 0
 
 
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it exists (not on Windows); it takes less of the time that the model needs."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    return tuple(key for key in given or [os.environ.get("JDLLM_API_KEY", "")] if key)
+
+
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _example(url: str, config: "ServerConfig") -> str:
-    key = " -H 'Authorization: Bearer ...'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer ...'" if config.api_keys else ""
     body = f'{{"model": "{config.names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from jdllm import __version__
 from jdllm.config import RequestError
-from jdllm.serving import errors, playground
-from jdllm.serving.calls import Call, open_call
+from jdllm.serving import errors, openapi, playground
+from jdllm.serving.calls import Call, open_call, refuse_far_too_long
 from jdllm.serving.errors import ApiError
 from jdllm.serving.gate import Gate
 from jdllm.serving.loop import EngineLoop
@@ -28,6 +29,7 @@ from jdllm.serving.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from jdllm.tokenizer import check_messages
 
 log = logging.getLogger("jdllm.serving")
 
@@ -46,35 +48,52 @@ class ServerConfig:
 
     Attributes:
         names: what ``model`` may say; the first is the one that answers carry.
+        root: where the checkpoint lies, for clients that load its tokenizer; None: nowhere in particular.
         queue_limit: requests that may wait for a slot.
-        api_key: what ``Authorization: Bearer`` must say under /v1; None lets everyone in.
+        api_keys: what ``Authorization: Bearer`` must say under /v1; without any everyone is let in.
+        cors_origins: web pages of these origins may read answers; "*" for all.
         strict_api: unknown fields are refused instead of ignored.
-        max_body: bytes of a request.
+        max_body: bytes of a request; reading JSON much larger would keep everyone waiting.
         keep_alive: seconds between comments in a stream that has no text yet.
+        patience: seconds that a reader may leave a stream standing once its buffers are full; then it is dropped.
+        log_content: prompts and answers stand in the log.
     """
 
     names: tuple[str, ...] = ("jdllm",)
+    root: str | None = None
     queue_limit: int = 256
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     strict_api: bool = False
-    max_body: int = 16 << 20
+    max_body: int = 2 << 20
     keep_alive: float = 15.0
+    patience: float = 60.0
+    log_content: bool = False
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that forgets its jobs when the client leaves, even before the first byte."""
+    """A stream of server-sent events that forgets its jobs when the client leaves, even before the first byte, and
+    leaves a client that reads nothing for ``patience`` seconds. Until then all that waits is the text that the answer
+    has anyway: no step waits for a reader, and nothing is queued for one."""
 
-    def __init__(self, call: Call, keep_alive: float, done: Callable[[], None]):
+    def __init__(self, call: Call, keep_alive: float, patience: float, done: Callable[[], None]):
         super().__init__(
             call.events(keep_alive),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._done = done
+        self._done, self._patience = done, patience
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_soon(message: Any) -> None:
+            try:
+                async with asyncio.timeout(self._patience):
+                    await send(message)
+            except TimeoutError:
+                raise OSError(f"the client has read nothing for {self._patience:.0f} s") from None
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_soon)
         finally:
             self._done()
 
@@ -101,7 +120,16 @@ def create_app(
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
     playground.install(app, config.names)
-    app.add_middleware(Gate, api_key=config.api_key, max_body=config.max_body)
+    openapi.install(app)
+    app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-ID", "Retry-After", "retry-after-ms", "x-should-retry"],
+        )
 
     def ready_model(name: str | None) -> ServedModel:
         if name is not None and name not in config.names:
@@ -113,6 +141,10 @@ def create_app(
             raise ApiError(503, str(loop.not_ready), code="not_ready", headers=errors.retry_headers(5))
         return loop.model
 
+    def card(name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": started, "owned_by": "jdllm", "root": config.root or name}
+        return about | ({"max_model_len": loop.model.max_length} if loop.model else {})
+
     async def answer(request: Request, body: ChatRequest | CompletionRequest) -> Response:
         model = ready_model(body.model)
         if unknown := body.unknown_fields():
@@ -122,8 +154,8 @@ def create_app(
                 told.update(fresh)
                 end = "; further ones will not be named" if len(told) == MAX_TOLD else ""
                 log.warning("ignored, here and from now on, unknown fields: %s%s", ", ".join(map(repr, fresh)), end)
-        call = open_call(body, body.model or config.names[0], model, loop)
         request_id = request.state.request_id
+        call = open_call(body, body.model or config.names[0], model, loop, request_id)
         calls.setdefault(request_id, []).append(call)
 
         def done() -> None:
@@ -131,13 +163,14 @@ def create_app(
             calls[request_id].remove(call)
             if not calls[request_id]:
                 del calls[request_id]
+            request.state.fields = call.summary(config.log_content)
             if all(job.finish_reason for job in call.jobs):
                 usage = call.usage()
                 metrics.prompt_tokens.inc(usage["prompt_tokens"])
                 metrics.generation_tokens.inc(usage["completion_tokens"])
 
         if body.stream:
-            return EventStream(call, config.keep_alive, done)
+            return EventStream(call, config.keep_alive, config.patience, done)
         try:
             return JSONResponse(await _unless_gone(request, call))
         finally:
@@ -161,13 +194,13 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Mapping[str, Any]:
-        return {"object": "list", "data": [_card(name, started) for name in config.names]}
+        return {"object": "list", "data": [card(name) for name in config.names]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Mapping[str, Any]:
         if name not in config.names:
             raise ApiError(404, f"model {name!r} is not served here", param="model", code="model_not_found")
-        return _card(name, started)
+        return card(name)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Mapping[str, Any]:
@@ -176,7 +209,13 @@ def create_app(
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         words = model.tokenizer
-        ids = words.encode_chat(body.messages) if body.prompt is None else words.encode(body.prompt)
+        if body.prompt is None:
+            chat = check_messages(body.messages)
+            refuse_far_too_long([m["content"] for m in chat], model, "messages")
+            ids = words.encode_checked(chat)
+        else:
+            refuse_far_too_long([body.prompt], model, "prompt")
+            ids = words.encode(body.prompt, begins=body.add_special_tokens is not False)
         return {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
 
     @app.post("/detokenize")
@@ -231,7 +270,3 @@ async def _unless_gone(request: Request, call: Call) -> Mapping[str, Any]:
     finally:
         result.cancel()
         left.cancel()
-
-
-def _card(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "jdllm"}

@@ -18,7 +18,7 @@ from jdllm.serving.job import Commit, Job
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.model import ServedModel
 from jdllm.serving.schemas import ChatRequest, CompletionRequest, prompts
-from jdllm.serving.stream import Answer
+from jdllm.serving.stream import Alternative, Answer
 from jdllm.tokenizer import check_messages, check_prompt
 
 MAX_CHOICES = 128
@@ -31,6 +31,7 @@ class Call:
     Attributes:
         chat: answers are messages, not texts.
         piece: the bytes of a token, for log-probabilities.
+        text: the text of token ids, for the log.
         jobs: by ``index`` of the choice.
         heads: text to put before each answer (``echo``).
         prompt_tokens: of all prompts; a prompt counts once, however many answers it gets.
@@ -41,6 +42,7 @@ class Call:
     fingerprint: str
     chat: bool
     piece: Callable[[int], bytes]
+    text: Callable[[Sequence[int]], str]
     jobs: list[Job]
     heads: list[str]
     prompt_tokens: int
@@ -124,6 +126,27 @@ class Call:
             "total_tokens": self.prompt_tokens + completion,
         }
 
+    def summary(self, content: bool) -> dict[str, Any]:
+        """What the log says of a call that has ended; ``content``: with its prompts and answers."""
+        ends = {job.error.code or "error" if job.error else job.finish_reason or "cancelled" for job in self.jobs}
+        started = [job.started - job.arrived for job in self.jobs if job.started]
+        first = [job.first_text - job.arrived for job in self.jobs if job.first_text]
+        about = {
+            "model": self.model,
+            "decoder": self.jobs[0].decode.decoder,
+            "choices": len(self.jobs),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sum(job.answer.tokens for job in self.jobs),
+            "nfe": sum(job.nfe for job in self.jobs),
+            "queue_seconds": round(max(started), 6) if started else None,
+            "first_text_seconds": round(min(first), 6) if first else None,
+            "finish": ",".join(sorted(ends)),
+        }
+        if content:
+            about |= {"prompts": [self.text(job.prompt_ids) for job in self.jobs]}
+            about |= {"answers": [job.answer.text for job in self.jobs]}
+        return about
+
     @property
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
@@ -160,22 +183,29 @@ class Call:
         if not job.logprobs:
             return None
         answer, tokens = job.answer, range(start, stop)
-        pieces = [self.piece(answer.ids[t]) for t in tokens]
-        texts = [piece.decode("utf-8", "replace") for piece in pieces]
-        values = [answer.logprobs[t] for t in tokens]
-        if not self.chat:
-            head = len(self.heads[index])
-            return {
-                "tokens": texts,
-                "token_logprobs": values,
-                "top_logprobs": [{text: value} for text, value in zip(texts, values, strict=True)],
-                "text_offset": [head + answer.offset(t) for t in tokens],
-            }
-        found = [
-            {"token": text, "logprob": value, "bytes": list(piece)}
-            for text, value, piece in zip(texts, values, pieces, strict=True)
-        ]
-        return {"content": [{**one, "top_logprobs": [one]} for one in found], "refusal": None}
+        own = [(answer.ids[t], answer.logprobs[t]) for t in tokens]
+        others = answer.alternatives[start:stop] or [[]] * len(own)
+        if self.chat:
+            content = [
+                {**self._told(one), "top_logprobs": [self._told(other) for other in beside]}
+                for one, beside in zip(own, others, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        head = len(self.heads[index])
+        return {
+            "tokens": [self._told(one)["token"] for one in own],
+            "token_logprobs": [value for _, value in own],
+            # The token itself is always among them, also where it was drawn from further down.
+            "top_logprobs": [
+                {self._told(other)["token"]: other[1] for other in (*beside, one)}
+                for one, beside in zip(own, others, strict=True)
+            ],
+            "text_offset": [head + answer.offset(t) for t in tokens],
+        }
+
+    def _told(self, alternative: Alternative) -> dict[str, Any]:
+        piece = self.piece(alternative[0])
+        return {"token": piece.decode("utf-8", "replace"), "logprob": alternative[1], "bytes": list(piece)}
 
     def _chunk(
         self,
@@ -200,7 +230,9 @@ class Call:
         return _event(chunk)
 
 
-def open_call(request: ChatRequest | CompletionRequest, name: str, model: ServedModel, loop: EngineLoop) -> Call:
+def open_call(
+    request: ChatRequest | CompletionRequest, name: str, model: ServedModel, loop: EngineLoop, request_id: str
+) -> Call:
     """Check a request, make its jobs and queue them. ``name``: an adapter's, or any other for the model alone.
 
     Raises:
@@ -214,7 +246,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         raise RequestError("canvas", "is only possible with stream: true")
     if request.infill and request.stop:
         raise RequestError("stop", "is not possible with infill, whose answer holds text that was given")
-    stops, wants_logprobs = request.stop_strings(), request.wants_logprobs()
+    stops, (wants_logprobs, alternatives) = request.stop_strings(), request.wanted_logprobs()
     seconds, priority = request.timing()
     n = 1 if request.n is None else request.n
     heads: list[str] = []
@@ -223,29 +255,34 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         lowest = 1
         _check_choices(n, 1, loop)
+        _refuse_far_too_many(request.messages, model, field)
         chat = check_messages(request.messages)
-        _refuse_far_too_long([m["content"] for m in chat], model, field)
+        refuse_far_too_long([m["content"] for m in chat], model, field)
         encoded = [words.encode_checked(chat)]
     else:
         field = "prompt"
         limit_name, lowest = "max_tokens", 0 if request.echo or request.infill else 1
+        _refuse_far_too_many(request.prompt, model, field)
         given = prompts(request.prompt)
         _check_choices(n, len(given), loop)
         for p in given:
             if isinstance(p, str):
-                _refuse_far_too_long([p], model, field)
+                refuse_far_too_long([p], model, field)
         encoded = [words.encode(p) if isinstance(p, str) else p for p in given]
     asked = getattr(request, limit_name)
     if asked is not None and asked < lowest:
         raise RequestError(limit_name, f"{asked} must be at least {lowest}")
-    behind = words.encode(request.suffix, "suffix", begins=False) if getattr(request, "suffix", None) else []
+    behind = []
+    if isinstance(request, CompletionRequest) and request.suffix:
+        behind = words.encode(request.suffix, "suffix", begins=False)
     seed = random.getrandbits(32) if request.seed is None else request.seed
     news = asyncio.Event()
     jobs = []
     for ids in encoded:
         max_tokens = _room(len(check_prompt(ids, model.config, field)) + len(behind), asked, limit_name, field, model)
-        settings = request.decode(model.config.family, model.defaults_of(name), max_tokens, words, seed)
-        settings = dataclasses.replace(settings, adapter=model.adapter_number(name))
+        ours = {"max_tokens": max_tokens, "seed": seed}
+        ours |= {"adapter": model.adapter_number(name), "alternatives": alternatives}
+        settings = request.decode(model.config.family, model.defaults_of(name), words, ours)
         begin = limit = None
         if behind:
             if model.config.mask_id in (*ids, *behind):
@@ -258,11 +295,13 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         if asked != 0 or request.infill:
             check_request(ids, settings, model.config, model.max_length, model.max_rows, len(model.adapters))
         for i in range(n):
-            decode = dataclasses.replace(settings, seed=(seed + i) % 2**64)  # the engine takes seeds modulo 2**64 too
+            own = (seed + i) % 2**64  # the engine takes seeds modulo 2**64 too
+            decode = settings if own == seed else dataclasses.replace(settings, seed=own)
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
             job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
             job.deadline = None if seconds is None else job.arrived + seconds
             job.commits = [] if request.canvas else None
+            job.request_id = request_id
             jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:
         if behind or request.infill:
@@ -279,6 +318,7 @@ def open_call(request: ChatRequest | CompletionRequest, name: str, model: Served
         fingerprint=model.fingerprint,
         chat=isinstance(request, ChatRequest),
         piece=words.piece,
+        text=words.decode,
         jobs=jobs,
         heads=[head for head in heads or [""] * len(encoded) for _ in range(n)],
         prompt_tokens=sum(map(len, encoded)) + len(behind) * len(encoded),
@@ -295,7 +335,16 @@ def _check_choices(n: int, prompt_count: int, loop: EngineLoop) -> None:
         raise RequestError("n" if n != 1 else "prompt", f"from 1 to {most} answers a call are possible")
 
 
-def _refuse_far_too_long(texts: Sequence[str], model: ServedModel, field: str) -> None:
+def _refuse_far_too_many(given: Any, model: ServedModel, field: str) -> None:
+    """Before each of the ids or messages in a list is looked at, which for a million of them takes as long."""
+    if not isinstance(given, list) or not given or isinstance(given[0], str):  # how many texts: _check_choices
+        return
+    most = max(len(one) for one in (given if isinstance(given[0], list) else [given]) if isinstance(one, list))
+    if most > model.max_length:  # a message, too, has at least one token
+        raise _too_long(f"at least {most} tokens", model, field)
+
+
+def refuse_far_too_long(texts: Sequence[str], model: ServedModel, field: str) -> None:
     """Megabytes of text are refused before they are encoded, which would keep everyone else waiting."""
     # A message has at least one token, whatever its text: the one that begins it.
     fewest = max(model.tokenizer.fewest(*texts), len(texts) if field == "messages" else 0)
@@ -320,5 +369,10 @@ def _too_long(what: str, model: ServedModel, field: str) -> ApiError:
     return ApiError(400, f"{field}: {text}", param=field, code="context_length_exceeded")
 
 
+_LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+"""Legal inside JSON, but where some clients split a stream into lines."""
+
+
 def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    return f"data: {text}\n\n"

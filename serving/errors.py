@@ -1,6 +1,5 @@
 """Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
 
-import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -9,8 +8,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from jdllm.config import RequestError
-
-log = logging.getLogger("jdllm.serving")
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """``type`` by status; otherwise ``invalid_request_error`` below 500 and ``server_error`` from there on."""
@@ -73,7 +70,7 @@ def from_exception(error: BaseException) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the app one of ours: also unknown paths, wrong methods, and bugs."""
+    """Make every error of the app one of ours: also unknown paths and wrong methods. (Bugs: gate.py.)"""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         return from_exception(error).response()
@@ -87,11 +84,6 @@ def install(app: FastAPI) -> None:
         message = messages.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return from_exception(error).response()
-
     for kind in (ApiError, RequestError, ValidationError):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)

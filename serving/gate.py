@@ -1,21 +1,36 @@
-"""What every request passes first: its id, its size, its key. Plain ASGI, so that streams go through untouched."""
+"""What every request passes first: its id, its size, its key; and last, a line in the log. Plain ASGI, so that streams
+go through untouched."""
 
 import hmac
+import logging
+import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 
-from jdllm.serving.errors import ApiError
+from jdllm.serving.errors import ApiError, from_exception
+from jdllm.serving.logs import fields
+
+log = logging.getLogger("jdllm.serving")
+
+QUIET = ("/health", "/ready", "/metrics")
+"""Asked for every few seconds; their lines stand in a debug log alone."""
+
+MAX_PATH = 200
+"""Characters of a path that the log shows."""
 
 
 class Gate:
     """Middleware. Echoes ``X-Request-ID`` or makes one up, refuses bodies above ``max_body`` bytes (413), and under
-    /v1 asks for the key if there is one (401)."""
+    /v1 asks for one of the keys if there are any (401). A request's log line says what its handler left in
+    ``request.state.fields``; nothing of its content, unless that does."""
 
-    def __init__(self, app: Any, api_key: str | None, max_body: int):
+    def __init__(self, app: Any, api_keys: Sequence[str], max_body: int):
         self._app = app
-        self._key = f"Bearer {api_key}".encode() if api_key else None
+        self._keys = [f"Bearer {key}".encode() for key in api_keys]
         self._max_body = max_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -27,10 +42,13 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if not (request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= 200):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"], begin, status = request_id, time.perf_counter(), 0
 
         async def send_with_id(message: Any) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)["X-Request-ID"] = request_id
             await send(message)
 
@@ -46,14 +64,26 @@ class Gate:
 
         try:
             self._check(scope["path"], headers)
-        except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
-            return
-        await self._app(scope, counted_receive, send_with_id)
+            await self._app(scope, counted_receive, send_with_id)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            # Caught here, inside of what Starlette does about it, so that the answer has its id.
+            if not isinstance(error, ApiError):
+                log.error("a request failed", exc_info=error, extra=fields(request_id=request_id))
+            if status:
+                raise
+            await from_exception(error).response()(scope, receive, send_with_id)
+        finally:
+            known = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH]}
+            known |= {"status": status or None, "seconds": round(time.perf_counter() - begin, 6)}
+            level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
+            log.log(level, "request", extra=fields(**known, **state.get("fields", {})))
 
     def _check(self, path: str, headers: Headers) -> None:
         given = headers.get("authorization", "").encode()
-        if self._key is not None and path.startswith("/v1") and not hmac.compare_digest(given, self._key):
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # every one, so that the time tells nothing
+        if self._keys and path.startswith("/v1") and not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_body:

@@ -36,7 +36,9 @@ class Job:
         finish_reason: ``stop`` or ``length`` once it ended well.
         error: why it ended otherwise.
         nfe: forward passes so far.
-        arrived, started: by time.monotonic; when it was made, and when it got its slot.
+        arrived, started, first_text: by time.monotonic; when it was made, got its slot, and had its first settled text;
+            0 until then.
+        request_id: of the call that it belongs to, for the log.
         deadline: by time.monotonic; when it ends with an error if it has not ended, or None.
         logprobs: the answer shall have those of its tokens.
         commits: what the canvas got, in order (``Commit``), or None where nobody watches.
@@ -58,6 +60,8 @@ class Job:
     nfe: int = 0
     cancelled: bool = False
     started: float = 0.0
+    first_text: float = 0.0
+    request_id: str = ""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     deadline: float | None = None
     priority: int = 0

@@ -6,7 +6,9 @@ leave at any step. One that misses its deadline leaves with an error, wherever i
 """
 
 import bisect
+import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +16,13 @@ from typing import TYPE_CHECKING
 
 from jdllm.config import RequestError
 from jdllm.decoders import slots_needed
-from jdllm.runtime import NOT_FINITE
+from jdllm.runtime import NOT_FINITE, default_max_tokens
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
+from jdllm.serving.forecast import Forecast
 from jdllm.serving.job import Commit, Job
+from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
+from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
     from jdllm.engine import Engine, Row
@@ -62,7 +67,8 @@ class EngineLoop:
         self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
         self._news: dict[int, Job] = {}
-        self._mean_seconds = 1.0  # of a request in its slot, moving average
+        self._forecast = Forecast(1.0)
+        self._pass_seconds: Callable[[], float] = lambda: 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
         metrics.gauge("requests_running", "Requests in a slot.", lambda: len(self._running))
@@ -93,12 +99,13 @@ class EngineLoop:
                 raise ApiError(503, reason, code="not_ready", headers=retry_headers(5))
             if len(self._running) + len(self._waiting) + len(jobs) > self.capacity:
                 self._metrics.rejected.labels("queue_full").inc(len(jobs))
-                wait = self._mean_seconds * (len(self._waiting) + 1) / max(self._slots, 1)
+                ahead = sum(slots_needed(job.decode) for job in self._waiting)
+                wait = self._forecast.wait(ahead, self._slots, self._pass_seconds())
                 raise ApiError(
                     429,
                     f"{len(self._waiting)} requests wait already, {self.queue_limit} may",
                     code="rate_limit_exceeded",
-                    headers=retry_headers(max(wait, 1.0)),
+                    headers=retry_headers(wait),
                 )
             self._metrics.admitted.inc(len(jobs))
             for job in jobs:
@@ -185,6 +192,14 @@ class EngineLoop:
                 "Programs compiled after the start.",
                 lambda: model.compiles() - compiled,
             )
+            gauge("positions_refreshed", "Needed positions in passes over whole canvases.", lambda: counters.refreshed)
+            gauge("positions_refreshed_ratio", "Their share of the needed positions.", counters.refresh_share)
+            self._forecast = Forecast(default_max_tokens(model.defaults))
+            self._pass_seconds = lambda: _pass_seconds(engine)
+            # What has been made until now stays: the collector need not look through it, which takes a fifth of a
+            # second in which no thread runs.
+            gc.collect()
+            gc.freeze()
             self._become_ready()
             while not self._stopping:
                 try:
@@ -235,9 +250,10 @@ class EngineLoop:
             for job in joined:
                 self._insert(engine, job)
             if self._running:
-                begin = time.perf_counter()
-                rows = engine.step()
-                self._metrics.step_seconds.labels(engine.last_bucket).observe(time.perf_counter() - begin)
+                before, rows = engine.last_call, engine.step()
+                if engine.last_call is not None and engine.last_call is not before:
+                    bucket, seconds = engine.last_call
+                    self._metrics.step_seconds.labels(f"{bucket.rows}x{bucket.packed}").observe(seconds)
                 self._metrics.steps.inc()
                 for row in rows:
                     self._read(engine, row)
@@ -303,14 +319,15 @@ class EngineLoop:
             new = slice(begin + job.read, begin + end)
             ids, kept = row.tokens[new].tolist(), None
             if not job.read:
-                self._metrics.first_text_seconds.observe(time.monotonic() - job.arrived)
+                job.first_text = time.monotonic()
+                self._metrics.first_text_seconds.observe(job.first_text - job.arrived)
             job.read = end
             if job.limit is not None:
                 stops = self._stop_ids(job)
                 kept = 0 if job.cut else next((i for i, token in enumerate(ids) if token in stops), None)
                 job.cut = kept is not None
             logprobs = row.logprobs[new][:kept].tolist() if job.logprobs else ()
-            job.answer.extend(ids[:kept], logprobs)
+            job.answer.extend(ids[:kept], logprobs, _alternatives(engine, job, new)[:kept])
             if job.stream:
                 self._news[id(job)] = job
         if job.answer.stopped or not row.live:
@@ -325,7 +342,7 @@ class EngineLoop:
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()
-        self._mean_seconds += 0.1 * (now - job.started - self._mean_seconds)
+        self._forecast.ended(job.nfe)
         self._metrics.finished.labels(reason).inc()
         self._count(job)
         self._metrics.request_seconds.observe(now - job.arrived)
@@ -340,7 +357,7 @@ class EngineLoop:
 
     def _fail(self, slot: int, job: Job, error: ApiError) -> None:
         """End one job with an error; the others go on."""
-        log.error("a request failed: %s", error.message)
+        log.error("a request failed: %s", error.message, extra=fields(request_id=job.request_id))
         self._metrics.failed.inc()
         self._news[id(job)] = job
         del self._running[slot]
@@ -400,3 +417,19 @@ def _commits(row: "Row", seen: int) -> list[Commit]:
         Commit(int(at) - row.prompt_length, int(row.tokens[at]), float(logprobs[at]), int(passes[at]))
         for at in (passes > seen).nonzero()[0]
     ]
+
+
+def _alternatives(engine: "Engine", job: Job, new: slice) -> list[list[Alternative]]:
+    """Of the canvas positions ``new``, if they were asked for."""
+    if not job.decode.alternatives:
+        return []
+    ids, logprobs = (array[new, : job.decode.alternatives].tolist() for array in engine.alternatives(job.slots[0]))
+    pairs = [zip(*both, strict=True) for both in zip(ids, logprobs, strict=True)]
+    return [[pair for pair in one if pair[1] > -math.inf] for one in pairs]  # a small vocabulary has fewer
+
+
+def _pass_seconds(engine: "Engine") -> float:
+    """Of one denoising step, in calls as the last one: where requests wait, that one was full."""
+    if (call := engine.last_call) is None:  # read once: the engine's thread may set it meanwhile
+        return 0.0
+    return engine.costs.of(call[0]) / call[0].steps

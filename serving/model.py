@@ -67,6 +67,7 @@ def open_model(
     steps_per_dispatch: int = 1,
     dtype: str | None = None,
     chat_template: str | None = None,
+    trust_remote_code: bool = False,
     adapters: Mapping[str, Path] | None = None,
 ) -> ServedModel:
     """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
@@ -81,11 +82,12 @@ def open_model(
         loaded = checkpoint.load(folder, dtype=dtype)
     except checkpoint.CheckpointError as error:
         raise UsageError(f"--model: {error}") from None
-    words = tokenizers.load(folder, loaded.config, chat_template)
+    words = tokenizers.load(folder, loaded.config, chat_template, trust_remote_code)
     if words is None:
-        raise UsageError(
-            f"--model: {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); a server needs one"
-        )
+        text = f"--model: {folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); a server needs one"
+        if code := tokenizers.tokenizer_code(folder):
+            text = f"--model: the tokenizer of {folder} is code, {', '.join(code)}; --trust-remote-code runs it"
+        raise UsageError(text)
     for warning in [*checkpoint_warnings(loaded.meta), *words.warnings]:
         progress(f"warning: {warning}")
     most = min(loaded.config.max_sequence_length, MAX_LENGTH)
@@ -100,6 +102,7 @@ def open_model(
         progress(_preflight(loaded.params, config, loaded.config, words))
         engine = Engine(loaded.params, loaded.config, config, beside, words.unused_ids)
         engine.compile(lambda done, total, text: progress(f"compiled {done} of {total}: {text}"))
+        engine.measure()
         return engine
 
     return ServedModel(
@@ -134,7 +137,8 @@ def _preflight(params: Mapping[str, Any], config: "EngineConfig", model: ModelCo
             f"device     {device.device_kind} ({device.platform})",
             f"weights    {len(params)} arrays, {dtype}, {size(params) / 1e9:.3f} GB",
             f"memory     {size(state) / 1e9:.3f} GB for {config.max_rows} rows of {config.max_length} positions{room}",
-            f"tokenizer  {model.vocab_size} ids, {len(words.unused_ids)} without a token; {template} a chat template",
+            f"tokenizer  {model.vocab_size} ids, {len(words.unused_ids)} without a token; {template} a chat template; "
+            f"an answer ends at {' or '.join(map(str, words.stop_ids))}",
         ]
     )
 

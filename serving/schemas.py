@@ -9,11 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from jdllm.config import DecodeConfig, RequestError
+from jdllm.config import MAX_ALTERNATIVES, DecodeConfig, RequestError
 from jdllm.decoders import decode_config
 from jdllm.tokenizer import Tokenizer
 
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI has four; evaluations in common use send more."""
 MOST_MILLISECONDS = 86_400_000
 
 ANY = object()
@@ -103,7 +104,7 @@ class _Request(BaseModel):
     infill: StrictBool | None = None
 
     def stop_strings(self) -> list[str]:
-        """At most four; empty ones say nothing and are dropped."""
+        """At most MAX_STOPS; empty ones say nothing and are dropped."""
         stops = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
             raise RequestError("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
@@ -121,21 +122,23 @@ class _Request(BaseModel):
         return (None if self.deadline_ms is None else self.deadline_ms / 1000), priority
 
     def decode(
-        self, family: str, defaults: Mapping[str, Any], max_tokens: int, words: Tokenizer, seed: int
+        self, family: str, defaults: Mapping[str, Any], words: Tokenizer, ours: Mapping[str, Any]
     ) -> DecodeConfig:
-        """The decode settings: this request's, else the checkpoint's, else DecodeConfig's. The tokenizer's stop ids
-        hold with ``early_stop`` only: without it the model's end of text is the one stop, as in the reference."""
+        """The decode settings: this request's and ``ours``, else the checkpoint's, else DecodeConfig's. The tokenizer's
+        stop ids hold with ``early_stop`` only: without it the model's end of text is the one stop, as in the
+        reference."""
         given = {name: getattr(self, name) for name in _DECODE_FIELDS if getattr(self, name) is not None}
         if given.get("top_k") == -1:  # how vLLM's clients switch it off
             given["top_k"] = 0
         if not 0 <= given.get("temperature", 0) <= 2:
             raise RequestError("temperature", f"{self.temperature!r} must be a number from 0 to 2")
-        decode = decode_config({**given, "max_tokens": max_tokens, "seed": seed}, family, defaults)
         least = self.min_tokens or 0
-        if not 0 <= least <= max_tokens:
-            raise RequestError("min_tokens", f"{least} must be from 0 to max_tokens, here {max_tokens}")
-        stop_ids = () if self.ignore_eos else words.stop_ids if decode.early_stop else None
-        return dataclasses.replace(decode, stop_ids=stop_ids, eot_id=words.eot_id, min_tokens=least)
+        if not 0 <= least <= ours["max_tokens"]:
+            raise RequestError("min_tokens", f"{least} must be from 0 to max_tokens, here {ours['max_tokens']}")
+        early_stop = given.get("early_stop", defaults.get("early_stop", DecodeConfig.early_stop))
+        stop_ids = () if self.ignore_eos else words.stop_ids if early_stop else None
+        given |= {"stop_ids": stop_ids, "eot_id": words.eot_id, "min_tokens": least}
+        return decode_config({**given, **ours}, family, defaults)
 
     def unknown_fields(self) -> list[str]:
         """Fields that nobody knows.
@@ -143,9 +146,11 @@ class _Request(BaseModel):
         Raises:
             RequestError: a field that is known, not supported, and asks for something.
         """
-        unknown = []
-        for name, value in (self.model_extra or {}).items():
+        unknown, extra = [], self.model_extra or {}
+        for name, value in extra.items():
             accepted = NEUTRAL.get(name)
+            if name == "tools" and extra.get("tool_choice") == "none":
+                accepted = ANY
             if accepted is None:
                 unknown.append(name)
             elif value is not None and accepted is not ANY and not any(_same(value, a) for a in accepted):  # type: ignore[attr-defined]
@@ -153,14 +158,14 @@ class _Request(BaseModel):
         return unknown
 
 
-_SET_APART = ("max_tokens", "min_tokens", "seed", "stop_ids", "eot_id", "adapter")
+_SET_APART = ("max_tokens", "min_tokens", "seed", "stop_ids", "eot_id", "adapter", "alternatives")
 _DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in _SET_APART)
 
 
-def _check_alternatives(field: str, asked: int, temperature: float | None) -> None:
-    """Alternatives are the token itself, which at temperature 0 is the most probable one."""
-    if asked < 0 or asked > 1 or (asked and temperature):
-        raise RequestError(field, f"{asked} is not supported; 0 is, and 1 at temperature 0")
+def _alternatives(field: str, asked: int | None) -> int:
+    if asked is not None and not 0 <= asked <= MAX_ALTERNATIVES:
+        raise RequestError(field, f"{asked} must be from 0 to {MAX_ALTERNATIVES}")
+    return asked or 0
 
 
 class ChatRequest(_Request):
@@ -171,11 +176,11 @@ class ChatRequest(_Request):
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
 
-    def wants_logprobs(self) -> bool:
+    def wanted_logprobs(self) -> tuple[bool, int]:
+        """Whether those of the tokens are asked for, and of how many alternatives beside each."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", "needs logprobs: true")
-        _check_alternatives("top_logprobs", self.top_logprobs or 0, self.temperature)
-        return bool(self.logprobs)
+        return bool(self.logprobs), _alternatives("top_logprobs", self.top_logprobs)
 
 
 class CompletionRequest(_Request):
@@ -186,11 +191,11 @@ class CompletionRequest(_Request):
     echo: StrictBool | None = None
     logprobs: StrictInt | None = None
 
-    def wants_logprobs(self) -> bool:
+    def wanted_logprobs(self) -> tuple[bool, int]:
+        """As in ChatRequest."""
         if self.logprobs is not None and self.echo:
             raise RequestError("logprobs", "is not possible with echo: a masked model gives a prompt no probabilities")
-        _check_alternatives("logprobs", self.logprobs or 0, self.temperature)
-        return self.logprobs is not None
+        return self.logprobs is not None, _alternatives("logprobs", self.logprobs)
 
 
 class TokenizeRequest(BaseModel):
@@ -199,6 +204,7 @@ class TokenizeRequest(BaseModel):
     model: StrictStr | None = None
     prompt: StrictStr | None = None
     messages: Any = None
+    add_special_tokens: StrictBool | None = None
 
 
 class AbortRequest(BaseModel):

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from jdllm.tokenizer import Detokenizer
 
+Alternative = tuple[int, float]
+"""A token's id and its log-probability."""
+
 
 class StopStrings:
     """Finds the stop string that is complete first in a text that comes in pieces; holds back what may begin one."""
@@ -45,7 +48,9 @@ class Answer:
     Attributes:
         parts: settled pieces of text.
         stopped: a stop string was met; the text ended before it.
-        ids, logprobs: every token that was given, and its log-probability where ``extend`` was told it.
+        ids: every token that was given.
+        logprobs, alternatives: of each of them, where ``extend`` was told: its log-probability, and the most probable
+            tokens at its place with theirs.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()):
@@ -53,17 +58,24 @@ class Answer:
         self.stopped = False
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.alternatives: list[Sequence[Alternative]] = []
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._ends: list[int] = []  # characters of the text after each token, to know which tokens a cut keeps
         self._decoded = 0
         self._shown = 0
 
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+    def extend(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] = (),
+        alternatives: Sequence[Sequence[Alternative]] = (),
+    ) -> None:
         """Tokens that are final, in order. Those after a stop string are ignored."""
         texts = []
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
+        self.alternatives.extend(alternatives)
         for token in ids:
             text = self._detokenizer.feed(token)
             self._decoded += len(text)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 import uvicorn
 
 from jdllm.config import DecodeConfig, ModelConfig
+from jdllm.costs import CostTable
+from jdllm.denoise.window import Bucket
 from jdllm.engine import Counters, Row
 from jdllm.serving.api import ServerConfig, create_app
 from jdllm.serving.model import ServedModel
@@ -93,7 +96,8 @@ class ScriptEngine:
         self.steps = 0
         self.resets = 0
         self.fault: Callable[[], None] | None = None  # called in every step
-        self.counters, self.last_bucket = Counters(), "script"
+        self.counters, self.costs = Counters(), CostTable()
+        self.last_call: tuple[Bucket, float] | None = None
 
     def reset(self) -> None:
         self.rows, self.report = {}, []
@@ -103,36 +107,47 @@ class ScriptEngine:
         self, slot: int, handle: object, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
     ) -> None:
         assert slot not in self.rows, "the slot is taken"
-        assert len(prompt_ids) + decode.max_tokens <= self.length and decode.max_tokens > 0
+        end = len(prompt_ids) + decode.max_tokens
         tokens = np.full(self.length, MASK, np.int32)
         tokens[: len(prompt_ids)] = prompt_ids
-        steps = iter(self.script(list(prompt_ids), decode))
+        places = np.flatnonzero(tokens[:end] == MASK) if decode.infill else np.arange(len(prompt_ids), end)
+        assert end <= self.length and len(places)
+        steps = iter(self.script(list(prompt_ids), dataclasses.replace(decode, max_tokens=len(places))))
         self.rows[slot] = dict(handle=handle, tokens=tokens, P=len(prompt_ids), steps=steps, decode=decode, nfe=0)
+        self.rows[slot]["places"] = places
         self.rows[slot]["committed"] = np.zeros(self.length, np.int32)
 
     def evict(self, slot: int) -> None:
         self.rows.pop(slot, None)
+
+    def alternatives(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """At every position "a", "b", ... with log-probabilities -1, -2, ..."""
+        shape = (self.length, 20)
+        return np.broadcast_to(97 + np.arange(20), shape), np.broadcast_to(-1.0 - np.arange(20), shape)
 
     def step(self) -> list[Row]:
         if self.fault:
             self.fault()
         time.sleep(self.step_seconds)
         self.steps += 1
+        self.last_call = Bucket(1, 8), self.step_seconds
+        self.costs.observe(*self.last_call)
         late = [row for row in self.report if self.rows.get(row.slot, {}).get("handle") is row.handle]
         self.report = [self._advance(slot, row) for slot, row in self.rows.items() if not row.get("ended")]
         return late
 
     def _advance(self, slot: int, row: dict) -> Row:
-        P, decode, tokens = row["P"], row["decode"], row["tokens"]
+        P, decode, tokens, places = row["P"], row["decode"], row["tokens"], row["places"]
         revealed = next(row["steps"])
         for at, token in revealed or []:
-            tokens[P + at] = token
-            row["committed"][P + at] = row["nfe"] + 1
+            tokens[places[at]] = token
+            row["committed"][places[at]] = row["nfe"] + 1
         failed = revealed is None
         row["nfe"] += 1
         length = P + decode.max_tokens
-        masks = np.flatnonzero(tokens[P:length] == MASK)
-        prefix = P + int(masks[0]) if len(masks) else length
+        first = int(places[0])
+        masks = np.flatnonzero(tokens[first:length] == MASK)
+        prefix = first + int(masks[0]) if len(masks) else length
         stop_ids = (EOS,) if decode.stop_ids is None else decode.stop_ids
         stops = np.flatnonzero(np.isin(tokens[P:prefix], stop_ids))
         stop = P + int(stops[0]) if len(stops) else -1
@@ -254,6 +269,11 @@ def serve(byte_tokenizer) -> Iterator[Callable[..., Running]]:
             return running
 
         yield start
+
+
+@pytest.fixture
+def api(serve) -> Running:
+    return serve(says("ok"))
 
 
 class Kit:

@@ -134,6 +134,28 @@ def test_infill_answers_from_the_first_mask_on(server, engine, folder, golden):
     assert reply["choices"][0]["text"] == words.decode(answer)
 
 
+@pytest.mark.parametrize("decoder", ["d2f", "fast-dllm", "llada"])
+def test_a_seed_gives_the_same_text_whoever_else_is_there(server, decoder):
+    fields = {"model": "base", "max_tokens": 24, "block_size": 8, "temperature": 1.0, "decoder": decoder}
+    ask = lambda k: complete(server, **fields, prompt=[5 + k % 3, 6], seed=k)["choices"][0]["text"]
+    alone = [ask(k) for k in range(8)]
+    assert len(set(alone)) == 8
+    order = [5, 2, 7, 0, 3, 3, 6, 1, 4, 0]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, order)) == [alone[k] for k in order]
+
+
+@pytest.mark.parametrize("decoder", ["d2f", "fast-dllm", "llada"])
+def test_the_last_block_ends_with_the_canvas(server, decoder):  # C2
+    """All positions but five are taken, the blocks have eight: five tokens, and the next request is as ever."""
+    fields = {"model": "base", "decoder": decoder, "block_size": 8, "ignore_eos": True, "temperature": 0}
+    reply = complete(server, **fields, prompt=[5] * 123, max_tokens=5)
+    assert reply["status"] == 200, reply
+    assert reply["usage"] == {"prompt_tokens": 123, "completion_tokens": 5, "total_tokens": 128}
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert complete(server, **fields, prompt=[5] * 123, max_tokens=6)["error"]["code"] == "context_length_exceeded"
+
+
 def test_what_the_engine_would_refuse_is_refused_at_once(server):
     """400 before it waits for a slot, also for streams; nothing counts as failed."""
     for fields, param in (

@@ -110,9 +110,9 @@ def test_mass_cancel(serve, kit):  # C7, C11
 
     async def rush() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
-            for _ in range(5):
+            for _ in range(20):
                 lost = [
-                    asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a" * 40})) for _ in range(30)
+                    asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a" * 40})) for _ in range(50)
                 ]
                 kept = [
                     asyncio.ensure_future(client.post("/v1/completions", json={"prompt": f"keep{i}"})) for i in range(5)
@@ -162,7 +162,7 @@ def test_queue_limit(serve, kit):
         kit.until(lambda: server.loop._waiting)
         refused = server.complete("a")
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
-        assert 1 <= int(refused.headers["retry-after"]) <= 120 and int(refused.headers["retry-after-ms"]) >= 1000
+        assert 1 <= int(refused.headers["retry-after"]) <= 120 and int(refused.headers["retry-after-ms"]) >= 100
         assert all(t.result().status_code == 200 for t in taken)
     assert server.metric("jdllm_requests_rejected_total") == 1
 

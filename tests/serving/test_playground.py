@@ -25,7 +25,7 @@ FILES = sorted(path.name for path in FOLDER.glob("playground*") if path.suffix i
 
 
 def test_page_and_files(serve, kit):
-    server = serve(kit.says("x"), api_key="secret")
+    server = serve(kit.says("x"), api_keys=("secret",))
     for name in FILES:
         response = server.http.get("/" if name == "playground.html" else f"/{name}")  # without the key
         assert response.status_code == 200, name
@@ -60,7 +60,7 @@ def test_nothing_comes_from_or_goes_elsewhere():
 
 def test_what_the_form_is_made_of(serve, kit):
     """Every decoder of the model's family with what it reads, each setting with a kind, a default and a hint."""
-    server = serve(kit.says("x"), defaults={"block_size": 16, "max_tokens": 40}, api_key="secret")
+    server = serve(kit.says("x"), defaults={"block_size": 16, "max_tokens": 40}, api_keys=("secret",))
     about = server.http.get("/playground.json").json()
     assert about["not_ready"] is None and about["family"] == "llada" and about["max_length"] == 128
     assert set(about["decoders"]) == {name for name, family in TABLE if family == "llada"}
@@ -327,7 +327,7 @@ def test_charts_rest_while_the_page_is_hidden(serve, kit, page):
 
 
 def test_the_key_is_asked_for(serve, kit, browser):
-    server = serve(kit.says("yes"), api_key="secret")
+    server = serve(kit.says("yes"), api_keys=("secret",))
     browser.open(server.url)
     kit.until(lambda: browser.run("document.activeElement.id") == "key")
     browser.put("#key", "secret")

@@ -2,11 +2,16 @@
 
 import argparse
 import asyncio
+import json
 import logging
+import os
+import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -23,6 +28,52 @@ def test_a_checkpoint_without_its_adapter_is_named(tmp_path):  # B14
     lines = []
     models.open_model(tmp_path / "plain", lines.append, max_rows=1, max_length=16)
     assert [line for line in lines if line.startswith("warning: ") and "D2F adapter" in line]
+
+
+def test_a_checkpoint_without_a_chat_template_is_named(tmp_path):  # E10
+    from jdllm.convert.__main__ import main as convert
+
+    folder, lines = tmp_path / "plain", []
+    assert convert([str(GOLDEN / "llada-tiny"), str(folder)]) == 0
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    models.open_model(folder, lines.append, max_rows=1, max_length=16)
+    assert [line for line in lines if line.startswith("warning: ") and "--chat-template" in line]
+
+
+def test_what_runs_beyond_the_grace_is_cut_with_an_error(monkeypatch, tmp_path, kit, byte_tokenizer):
+    """SIGTERM: nothing new, a last word to those that are left, and 0."""
+    engine = kit.ScriptEngine(kit.says("x", end=False), 8000, 0.01)
+    served = models.ServedModel(lambda _: engine, byte_tokenizer, kit.MODEL, 1, 8000)
+    monkeypatch.setattr(models, "open_model", lambda *_, **__: served)
+    args = command._parser().parse_args(["--grace", "0.2"])
+    body, replies = {"prompt": "a", "max_tokens": 7000}, []
+
+    def clients(url: str) -> None:
+        kit.until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        with ThreadPoolExecutor(2) as pool:
+            streamed = pool.submit(httpx.post, f"{url}/v1/completions", json={**body, "stream": True}, timeout=20)
+            kit.until(lambda: engine.rows)
+            plain = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20)
+            kit.until(lambda: "jdllm_requests_waiting 1.0" in httpx.get(f"{url}/metrics").text)
+            os.kill(os.getpid(), signal.SIGTERM)  # it is handled: the server has answered
+            kit.until(lambda: "draining" in httpx.get(f"{url}/ready").text)
+            replies.extend([httpx.post(f"{url}/v1/completions", json=body), plain.result(), streamed.result()])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=clients, args=(command._url(listener),))
+        thread.start()
+        assert asyncio.run(command._serve(args, tmp_path, None, listener)) == 0
+        thread.join()
+    new, plain, streamed = replies
+    assert (new.status_code, new.json()["error"]["code"]) == (503, "not_ready") and new.headers["retry-after"]
+    assert (plain.status_code, plain.json()["error"]["code"]) == (503, "shutting_down")
+    assert (
+        streamed.status_code == 200
+        and json.loads(streamed.text.split("data: ")[-1])["error"]["code"] == "shutting_down"
+    )
 
 
 @pytest.mark.parametrize("problem", [OSError(98, "Address already in use"), SystemExit(3), ValueError("odd"), None])

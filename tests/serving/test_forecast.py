@@ -1,0 +1,33 @@
+"""Retry-After: how long a request that was refused would have waited."""
+
+import threading
+
+import pytest
+
+from jdllm.serving.forecast import FOLLOW, Forecast
+
+
+def test_the_first_request_replaces_the_guess_and_others_follow_slowly():
+    forecast = Forecast(128)
+    assert forecast.wait(ahead=3, slots=2, seconds=0.5) == 2 * 128 * 0.5
+    forecast.ended(10)
+    assert forecast.wait(ahead=0, slots=1, seconds=1.0) == 10
+    forecast.ended(20)
+    assert forecast.passes == pytest.approx(10 + FOLLOW * 10)
+
+
+def test_a_full_queue_says_how_long_it_is(serve, kit):
+    """Two slots, two that wait, ten passes each of 50 ms: two rounds, so a second and a half with the one refused."""
+    server = serve(kit.says("x" * 10, end=False), rows=2, queue_limit=2, step_seconds=0.05)
+    server.complete("first", max_tokens=10)
+    threads = [threading.Thread(target=server.complete, args=("a",), kwargs={"max_tokens": 10}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    kit.until(lambda: server.metric("jdllm_requests_waiting") == 2)
+    refused = server.complete("b", max_tokens=10)
+    for thread in threads:
+        thread.join()
+    assert refused.status_code == 429
+    # (2 waiting + itself) / 2 slots * 10 passes * 0.05 s
+    assert int(refused.headers["retry-after-ms"]) == pytest.approx(750, abs=1)
+    assert refused.headers["retry-after"] == "1"
