@@ -1,0 +1,240 @@
+"""python -m benchmarks.server: the whole server's throughput beside that of its engine alone, on the same requests.
+
+Held-out messages go through sixteen slots of the shipped model: in the engine alone (benchmarks.bare_engine, which sees
+only ids), over HTTP with plain answers, and over HTTP streamed. Over HTTP a client, this process, keeps as many
+connections busy as there are slots and as many again; what it takes of the processors is missing in the server, and is
+not corrected for. The three take turns, and a ratio is the median of the ratios within the rounds.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import server_process, tables
+from benchmarks.bare_engine import LENGTH, bodies
+from benchmarks.http_client import Address, Connection
+from benchmarks.machine import provenance
+from benchmarks.server_process import ServerProcess, cpu_seconds, get
+from benchmarks.soak_clients import Answer, collect, plain
+from benchmarks.soak_requests import CHAT
+
+ROWS = 16
+CONNECTIONS = 2 * ROWS
+GOAL = 0.95
+"""Least ratio of the server with plain answers to its engine."""
+SETTLE_SECONDS = 0.1
+"""Pause before a run: the other process's idle threads spin for some milliseconds before they sleep."""
+
+ENGINE, PLAIN, STREAMED = "engine alone", "server, plain", "server, streamed"
+
+
+class RefusedError(Exception):
+    """The server did not answer a request; the text is what it said."""
+
+
+class BareEngine:
+    """The engine's process."""
+
+    def __init__(self, count: int):
+        command = [sys.executable, "-m", "benchmarks.bare_engine", str(count), str(ROWS)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def run(self) -> dict[str, Any]:
+        assert self._process.stdin
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        return {**self._read(), "client_cpu_seconds": 0.0}
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the engine's process has ended")
+        return json.loads(line)
+
+
+class Http:
+    """Requests over HTTP, plain or streamed."""
+
+    def __init__(self, server: ServerProcess, count: int, stream: bool):
+        extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        self._server, self._stream = server, stream
+        self._bodies = [json.dumps({**body, **extra}).encode() for body in bodies(count)]
+
+    def run(self) -> dict[str, Any]:
+        pid, steps = self._server.pid, self._steps()
+        served, client, begin = cpu_seconds(pid), time.process_time(), time.perf_counter()
+        raw = asyncio.run(post_all(self._server.address, self._bodies))
+        told = {
+            "seconds": time.perf_counter() - begin,
+            "client_cpu_seconds": time.process_time() - client,
+            "cpu_seconds": cpu_seconds(pid) - served,
+            "steps": self._steps() - steps,
+        }
+        answers = [self._answer(data) for data in raw]
+        tokens = sum(answer.completion_tokens for answer in answers)
+        return {**told, "tokens": tokens, "texts": [answer.choices[0].text for answer in answers]}
+
+    def _answer(self, data: bytes) -> Answer:
+        if not self._stream:
+            return plain(json.loads(data))
+        events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event.startswith("data: ")]
+        answer = collect(events)
+        if not isinstance(answer, Answer):
+            raise RefusedError(answer)
+        return answer
+
+    def _steps(self) -> int:
+        page = get(self._server.address, "/metrics")[1].decode()
+        return int(server_process.metrics(page)["jdllm_steps_total"])
+
+
+async def post_all(address: Address, data: Sequence[bytes]) -> list[bytes]:
+    """The answers to these bodies, in their order; ``CONNECTIONS`` are asked at once and kept alive.
+
+    Raises:
+        RefusedError: one is refused.
+    """
+    answers = [b""] * len(data)
+    waiting = iter(enumerate(data))
+
+    async def work() -> None:
+        with contextlib.closing(await Connection.open(address)) as connection:
+            for i, body in waiting:
+                await connection.send("POST", CHAT, body)
+                status = await connection.status()
+                answers[i] = await connection.body()
+                if status != 200:
+                    raise RefusedError(answers[i].decode())
+
+    await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
+    return answers
+
+
+def take_turns(runs: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What each run told, round by round; each is first as often as the others.
+
+    Raises:
+        SystemExit: they did not give the same answers.
+    """
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    order = list(runs)
+    texts = None
+    for turn in range(rounds + 1):
+        for name in order:
+            time.sleep(SETTLE_SECONDS)
+            result = runs[name]()
+            if texts is None:
+                texts = result["texts"]
+            if result["texts"] != texts:
+                raise SystemExit(f"{name}: other answers than before")
+            if turn:  # the round before the first warms everything up
+                told[name].append(result)
+        order = order[1:] + order[:1]
+        log(f"round {turn} of {rounds}: " + ", ".join(f"{n} {r[-1]['seconds']:.2f} s" for n, r in told.items() if r))
+    return told
+
+
+def rows_of(told: dict[str, list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+    """One row of results each; ratios are to the first."""
+    first, rows = next(iter(told.values())), []
+    for name, results in told.items():
+        middle = {key: statistics.median(r[key] for r in results) for key in results[0] if key != "texts"}
+        rows.append(
+            {
+                "what": name,
+                "rounds": len(results),
+                "requests_per_second": count / middle["seconds"],
+                "tokens_per_second": middle["tokens"] / middle["seconds"],
+                "steps": middle["steps"],
+                "ms_per_step": 1e3 * statistics.median(r["seconds"] / r["steps"] for r in results),
+                "cpu_ms_per_request": 1e3 * middle["cpu_seconds"] / count,
+                "client_cpu_ms_per_request": 1e3 * middle["client_cpu_seconds"] / count,
+                "ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(first, results, strict=True)),
+                "ratios": [a["seconds"] / b["seconds"] for a, b in zip(first, results, strict=True)],
+            }
+        )
+    return rows
+
+
+def table(results: dict[str, Any]) -> str:
+    """Rows as Markdown, and a line on goal and machine."""
+    rows = tables.markdown(
+        [
+            "held-out messages",
+            "requests/s",
+            "tokens/s",
+            "steps",
+            "ms a step",
+            "CPU ms a request",
+            "client's",
+            "of the engine's rate",
+        ],
+        [
+            [
+                r["what"],
+                f"{r['requests_per_second']:.1f}",
+                f"{r['tokens_per_second']:.0f}",
+                f"{r['steps']:.0f}",
+                f"{r['ms_per_step']:.2f}",
+                f"{r['cpu_ms_per_request']:.1f}",
+                f"{r['client_cpu_ms_per_request']:.1f}",
+                f"{100 * r['ratio']:.1f} %",
+            ]
+            for r in results["rows"]
+        ],
+    )
+    ratio = next(r["ratio"] for r in results["rows"] if r["what"] == PLAIN)
+    machine = results["machine"]
+    rounds, verdict = results["rows"][0]["rounds"], "reached" if ratio >= GOAL else "not reached"
+    note = (
+        f"{results['requests']} requests a run, medians of {rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: "
+        f"{verdict}; {machine['cpu']}, {machine['cpus']} CPUs for server and client together; "
+        f"commit {results['commit']}; `{results['command']}`"
+    )
+    return f"{rows}\n\n{note}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
+    parser.add_argument("--n", type=int, default=200, help="held-out messages")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args(arguments)
+    server = ServerProcess("--max-rows", str(ROWS), "--max-length", str(LENGTH), log=log)
+    engine = None
+    try:
+        server.wait_ready()
+        engine = BareEngine(options.n)
+        plain_http, streamed = (Http(server, options.n, stream) for stream in (False, True))
+        told = take_turns({ENGINE: engine.run, PLAIN: plain_http.run, STREAMED: streamed.run}, options.rounds)
+    finally:
+        if engine:
+            engine.stop()
+        server.stop(20)
+    results = {**provenance("benchmarks.server"), "requests": options.n, "rows": rows_of(told, options.n)}
+    if options.json:
+        tables.write(options.json, results)
+    print(table(results))
+
+
+def log(text: str) -> None:
+    """Progress; standard output is for the table alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The server benchmark: what is compared and shown, never how fast it was."""
+
+import asyncio
+import contextlib
+import json
+import os
+
+import pytest
+
+from benchmarks import server
+from benchmarks.server_process import ServerProcess, cpu_seconds, resident_bytes
+
+
+def result(seconds: float, steps: int = 10, text: str = "a") -> dict:
+    cpu = {"cpu_seconds": 1.0, "client_cpu_seconds": 0.5}
+    return {"seconds": seconds, "steps": steps, "tokens": 40, "texts": [text], **cpu}
+
+
+def test_runs_take_turns_and_the_first_round_is_not_counted(monkeypatch):
+    monkeypatch.setattr(server, "SETTLE_SECONDS", 0)
+    order = []
+
+    def run(name: str):
+        def once() -> dict:
+            order.append(name)
+            return result(len(order))
+
+        return once
+
+    told = server.take_turns({"a": run("a"), "b": run("b")}, rounds=2)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert [[r["seconds"] for r in results] for results in told.values()] == [[4, 5], [3, 6]]
+
+
+def test_other_answers_end_the_run(monkeypatch):
+    monkeypatch.setattr(server, "SETTLE_SECONDS", 0)
+    with pytest.raises(SystemExit, match="b: other answers"):
+        server.take_turns({"a": lambda: result(1), "b": lambda: result(1, text="b")}, rounds=1)
+
+
+def test_ratios_are_within_rounds():
+    told = {
+        server.ENGINE: [result(1), result(2), result(4)],
+        server.PLAIN: [result(2), result(2), result(5)],
+        server.STREAMED: [result(2), result(4), result(8)],
+    }
+    rows = server.rows_of(told, count=20)
+    assert [row["ratio"] for row in rows] == [1, 0.8, 0.5]
+    assert (rows[0]["requests_per_second"], rows[0]["tokens_per_second"], rows[0]["ms_per_step"]) == (10, 20, 200)
+    head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e", "requests": 20}
+    shown = server.table({**head, "rows": json.loads(json.dumps(rows))})
+    assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached" in shown
+
+
+def test_answers_come_in_the_order_of_the_requests(monkeypatch):
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+
+    async def both() -> list[bytes]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                    body = await reader.readexactly(length)
+                    await asyncio.sleep(0.01 if body == b"1" else 0)
+                    status = b"400 Bad" if body == b"bad" else b"200 OK"
+                    writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        address = listener.sockets[0].getsockname()
+        answers = await server.post_all(address, [b"%d" % i for i in range(8)])
+        with pytest.raises(server.RefusedError, match="bad"):
+            await server.post_all(address, [b"bad"])
+        listener.close()
+        return answers
+
+    assert asyncio.run(both()) == [b"%d" % i for i in range(8)]
+
+
+def test_a_server_that_does_not_start_tells_why():
+    with pytest.raises(SystemExit, match="none such is not a folder"):
+        ServerProcess("--model", "none such", log=print)
+
+
+def test_a_process_is_read_from_outside():
+    assert cpu_seconds(os.getpid()) > 0 and resident_bytes(os.getpid()) > 1 << 20
