@@ -22,6 +22,7 @@ from jdllm import runtime
 from jdllm.config import ConfigError
 from jdllm.runtime import UsageError
 from jdllm.serving import logs
+from jdllm.serving.schedulers import POLICIES, Policy, parse
 
 if TYPE_CHECKING:
     from jdllm.serving.api import ServerConfig
@@ -68,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", nargs="+", metavar="NAME", help="names to serve under; default: the folder's")
     add("--chat-template", metavar="FILE", help="Jinja template in place of the checkpoint's")
     add("--trust-remote-code", action="store_true", help="run Python code that a checkpoint brings for its tokenizer")
+    text = f"who leaves the queue when: {', '.join(POLICIES)}, with settings as in fixed-fill,size=8 (default slot)"
+    add("--scheduler", type=_scheduler, default="slot", metavar="NAME[,SETTING=VALUE]", help=text)
     add("--queue-limit", type=int, default=256, help="requests that may wait (default 256)")
     add("--api-key", action="append", metavar="KEY", help="clients must send one; default: $JDLLM_API_KEY, if set")
     add("--cors-origin", action="append", default=[], metavar="URL", help="origin of web pages that may ask, * for all")
@@ -184,6 +187,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
         config,
         lambda progress: _open(args, folder, template, progress),
         on_change,
+        args.scheduler,
     )
     engine: EngineLoop = app.state.engine_loop
     server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
@@ -232,6 +236,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def _scheduler(text: str) -> Policy:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from jdllm.serving.gate import Gate
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.metrics import Metrics
 from jdllm.serving.model import ServedModel
+from jdllm.serving.schedulers import Policy
 from jdllm.serving.schemas import (
     AbortRequest,
     ChatRequest,
@@ -99,7 +100,10 @@ class EventStream(StreamingResponse):
 
 
 def create_app(
-    config: ServerConfig, open_model: OpenModel, on_change: Callable[[EngineLoop], None] = lambda loop: None
+    config: ServerConfig,
+    open_model: OpenModel,
+    on_change: Callable[[EngineLoop], None] = lambda loop: None,
+    policy: Policy | None = None,
 ) -> FastAPI:
     """The application. The engine's thread starts with it and ends with it; it is ``app.state.engine_loop``."""
     metrics = Metrics(config.names[0])
@@ -107,7 +111,8 @@ def create_app(
     told: set[str] = set()  # unknown fields that the log has named
     clients: list[asyncio.AbstractEventLoop] = []
     calls: dict[str, list[Call]] = {}  # by X-Request-ID, which clients choose, so that several may share one
-    loop = EngineLoop(open_model, metrics, lambda f: clients[0].call_soon_threadsafe(f), config.queue_limit, on_change)
+    post = lambda f: clients[0].call_soon_threadsafe(f)
+    loop = EngineLoop(open_model, metrics, post, config.queue_limit, on_change, policy)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -1,24 +1,42 @@
-"""How long a request would wait: what requests have needed so far, times what a call costs now."""
+"""What requests have been like lately, and from that how long the next would wait."""
 
 FOLLOW = 0.1
-"""Weight of a request that has ended against those before it."""
+"""Weight of the newest against those before it."""
 
 
 class Forecast:
-    """Follows the forward passes of requests.
+    """Moving averages over requests.
 
     Args:
-        passes: of a request, until one has ended.
+        passes: forward passes of a request, until one has ended.
+
+    Attributes:
+        passes: forward passes of a request.
+        service: seconds that a request has in its slot; 0 until one has ended.
     """
 
     def __init__(self, passes: float):
-        self.passes = passes
-        self._seen = False
+        self.passes, self.service = passes, 0.0
+        self._gap, self._last = 0.0, 0.0
+        self._ended = self._arrived = 0
 
-    def ended(self, passes: int) -> None:
-        """A request has ended after so many."""
-        self.passes += (FOLLOW if self._seen else 1.0) * (passes - self.passes)
-        self._seen = True
+    @property
+    def rate(self) -> float:
+        """Requests a second that arrive; 0 until two have."""
+        return 1 / self._gap if self._gap > 0 else 0.0
+
+    def arrived(self, now: float) -> None:
+        """A request has come."""
+        if self._arrived:
+            self._gap = _followed(self._gap, now - self._last, first=self._arrived == 1)
+        self._last = now
+        self._arrived += 1
+
+    def ended(self, passes: int, seconds: float) -> None:
+        """A request has ended after so many passes and so long in its slot."""
+        self.passes = _followed(self.passes, passes, first=not self._ended)
+        self.service = _followed(self.service, seconds, first=not self._ended)
+        self._ended += 1
 
     def wait(self, ahead: int, slots: int, seconds: float) -> float:
         """Seconds until a slot is free for a request behind others.
@@ -29,3 +47,7 @@ class Forecast:
             seconds: of one pass.
         """
         return (ahead + 1) / max(slots, 1) * self.passes * seconds
+
+
+def _followed(average: float, value: float, first: bool) -> float:
+    return value if first else average + FOLLOW * (value - average)

@@ -22,6 +22,7 @@ from jdllm.serving.forecast import Forecast
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
+from jdllm.serving.schedulers import Policy, Slot, View, Waiting
 from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
@@ -41,6 +42,7 @@ class EngineLoop:
         open_model: loads weights and tokenizer; given a function that takes progress lines.
         post: how to reach the clients' thread.
         queue_limit: jobs that may wait.
+        policy: decides who leaves the queue when; None: Slot.
         on_change: told, by the engine's thread, whenever the state has become ``ready`` (after the start and after
             each recovery) or ``failed``.
     """
@@ -52,11 +54,13 @@ class EngineLoop:
         post: Post,
         queue_limit: int = 256,
         on_change: Callable[["EngineLoop"], None] = lambda loop: None,
+        policy: Policy | None = None,
     ):
         self._open_model = open_model
         self._metrics = metrics
         self._post = post
         self._on_change = on_change
+        self._policy, self._wake = policy or Slot(), math.inf
         self.queue_limit = queue_limit
         self.model: ServedModel | None = None
         self.state = "loading"  # then compiling, ready, recovering, failed
@@ -109,6 +113,7 @@ class EngineLoop:
                 )
             self._metrics.admitted.inc(len(jobs))
             for job in jobs:
+                self._forecast.arrived(job.arrived)
                 place = bisect.bisect_right(self._waiting, job.priority, key=lambda waiting: waiting.priority)
                 self._waiting.insert(place, job)
             self._changed.notify()
@@ -241,6 +246,10 @@ class EngineLoop:
                 for slot in left:
                     del self._running[slot]
                 joined = self._admit()
+                if not (joined or late or left or self._running):  # the policy lets them wait
+                    until = min([self._wake, *(job.deadline for job in self._waiting if job.deadline is not None)])
+                    self._changed.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+                    continue
             for job in late:
                 self._miss(job)
             # Outside the lock: this takes the device's time, and clients must not wait for it.
@@ -260,12 +269,20 @@ class EngineLoop:
             self._post_news()
 
     def _admit(self) -> list[Job]:
-        """Move jobs from the queue's head to the lowest free slots, as many as fit."""
+        """Move those that the policy admits to the lowest free slots. (While it shuts down the server keeps nobody
+        waiting for a batch to fill.)"""
         taken = {slot for job in self._running.values() for slot in job.slots}
         free, joined = [slot for slot in range(self._slots) if slot not in taken], []
-        # A job that needs more slots than there are goes in too: the engine refuses it by name.
-        while self._waiting and len(free) >= min(slots_needed(self._waiting[0].decode), self._slots):
-            job = self._waiting.pop(0)
+        self._wake = math.inf
+        if not free or not self._waiting:
+            return []
+        waiting = [Waiting(i, job.arrived, slots_needed(job.decode)) for i, job in enumerate(self._waiting)]
+        view = View(waiting, len(free), self._slots, self._forecast.rate, self._forecast.service)
+        actions = (Slot() if self.draining else self._policy).decide(view, time.monotonic())
+        self._wake = actions.wake
+        jobs = [self._waiting[i] for i in actions.admit]
+        self._waiting = [job for job in self._waiting if job not in jobs] if jobs else self._waiting
+        for job in jobs:
             job.slots, free = free[: slots_needed(job.decode)], free[slots_needed(job.decode) :]
             self._running[job.slots[0]] = job
             joined.append(job)
@@ -342,7 +359,7 @@ class EngineLoop:
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()
-        self._forecast.ended(job.nfe)
+        self._forecast.ended(job.nfe, now - job.started)
         self._metrics.finished.labels(reason).inc()
         self._count(job)
         self._metrics.request_seconds.observe(now - job.arrived)
@@ -429,7 +446,8 @@ def _alternatives(engine: "Engine", job: Job, new: slice) -> list[list[Alternati
 
 
 def _pass_seconds(engine: "Engine") -> float:
-    """Of one denoising step, in calls as the last one: where requests wait, that one was full."""
+    """Of one denoising step, in calls as the last one: where requests wait, that one was full. Before the first, of the
+    widest."""
     if (call := engine.last_call) is None:  # read once: the engine's thread may set it meanwhile
-        return 0.0
+        return max(engine.costs.table().values(), default=0.0)
     return engine.costs.of(call[0]) / call[0].steps

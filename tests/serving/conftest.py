@@ -174,7 +174,7 @@ class Running:
         self.engine = ScriptEngine(script, length, step_seconds)
         self.words: Tokenizer = settings.pop("tokenizer")
         self.fail_open: Exception | None = settings.pop("fail_open", None)
-        defaults = settings.pop("defaults", {})
+        defaults, policy = settings.pop("defaults", {}), settings.pop("policy", None)
 
         def open_model(progress: Callable[[str], None]) -> ServedModel:
             time.sleep(open_seconds)
@@ -182,7 +182,7 @@ class Running:
                 raise self.fail_open
             return ServedModel(lambda _: self.engine, self.words, MODEL, rows, length, defaults)
 
-        self.app = create_app(ServerConfig(**{"names": ("tiny", "org/alias"), **settings}), open_model)
+        self.app = create_app(ServerConfig(**{"names": ("tiny", "org/alias"), **settings}), open_model, policy=policy)
         self.loop = self.app.state.engine_loop
         config = uvicorn.Config(self.app, port=0, log_config=None, timeout_graceful_shutdown=2)
         self.server = uvicorn.Server(config)

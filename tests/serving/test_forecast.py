@@ -10,10 +10,21 @@ from jdllm.serving.forecast import FOLLOW, Forecast
 def test_the_first_request_replaces_the_guess_and_others_follow_slowly():
     forecast = Forecast(128)
     assert forecast.wait(ahead=3, slots=2, seconds=0.5) == 2 * 128 * 0.5
-    forecast.ended(10)
+    forecast.ended(10, 2.0)
     assert forecast.wait(ahead=0, slots=1, seconds=1.0) == 10
-    forecast.ended(20)
+    forecast.ended(20, 3.0)
     assert forecast.passes == pytest.approx(10 + FOLLOW * 10)
+    assert forecast.service == pytest.approx(2 + FOLLOW)
+
+
+def test_the_rate_is_that_of_the_last_arrivals():
+    forecast = Forecast(1)
+    for at in (5.0, 5.5):
+        assert forecast.rate == 0
+        forecast.arrived(at)
+    assert forecast.rate == 2
+    forecast.arrived(6.5)
+    assert forecast.rate == pytest.approx(1 / 0.55)
 
 
 def test_a_full_queue_says_how_long_it_is(serve, kit):

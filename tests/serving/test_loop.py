@@ -159,7 +159,7 @@ def test_queue_limit(serve, kit):
     server = serve(kit.says("x", end=False), rows=1, length=500, step_seconds=0.01, queue_limit=1)
     with ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(server.complete, "a", max_tokens=40) for _ in range(2)]
-        kit.until(lambda: server.loop._waiting)
+        kit.until(lambda: server.loop._running and server.loop._waiting)
         refused = server.complete("a")
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
         assert 1 <= int(refused.headers["retry-after"]) <= 120 and int(refused.headers["retry-after-ms"]) >= 100

@@ -1,0 +1,55 @@
+"""Scheduling policies: small pure objects that decide over plain data what happens next.
+
+``decide(view, now)`` says what to do now. It reads no clock, does no I/O, and never sees JAX: the same object drives
+the engine's thread, the simulator (``benchmarks.simulate``) and the tests. What a policy knows beyond its own settings
+is in the view.
+"""
+
+import inspect
+from collections.abc import Callable
+
+from jdllm.serving.schedulers.deficit import Deficit
+from jdllm.serving.schedulers.fixed_fill import FixedFill
+from jdllm.serving.schedulers.slot import Slot
+from jdllm.serving.schedulers.view import Actions, Policy, View, Waiting
+
+__all__ = ["POLICIES", "Actions", "Deficit", "FixedFill", "Policy", "Slot", "View", "Waiting", "parse"]
+
+POLICIES: dict[str, Callable[..., Policy]] = {"slot": Slot, "fixed-fill": FixedFill}
+"""By the names that --scheduler takes."""
+
+
+def parse(text: str) -> Policy:
+    """A policy from ``NAME`` or ``NAME,setting=value,...``, for example ``fixed-fill,size=8,timeout=2.5,sealed=true``.
+
+    Raises:
+        ValueError: naming what is unknown or out of range.
+    """
+    name, *given = text.split(",")
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} is not one of {', '.join(POLICIES)}")
+    known = inspect.signature(POLICIES[name]).parameters
+    settings = {}
+    for pair in given:
+        setting, equals, value = pair.partition("=")
+        if not equals or setting not in known:
+            raise ValueError(f"{pair!r} is no setting of {name}; known: {', '.join(known) or 'none'}, as name=value")
+        settings[setting] = _value(value)
+    missing = [
+        n for n, p in known.items() if p.default is p.empty and n not in settings and p.kind is not p.VAR_POSITIONAL
+    ]
+    if missing:
+        raise ValueError(f"{name} needs {', '.join(missing)}, as in {name},{missing[0]}=8")
+    return POLICIES[name](**settings)
+
+
+def _value(text: str) -> object:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

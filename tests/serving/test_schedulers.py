@@ -1,0 +1,83 @@
+"""Policies by name, and the engine's thread under one that makes everyone wait."""
+
+import threading
+
+import pytest
+
+from jdllm.serve import main
+from jdllm.serving.schedulers import POLICIES, FixedFill, Slot, parse
+
+
+def test_policies_by_name_and_setting():
+    assert isinstance(parse("slot"), Slot)
+    policy = parse("fixed-fill,size=8,timeout=2.5,sealed=true")
+    assert isinstance(policy, FixedFill) and vars(policy) == {"size": 8, "timeout": 2.5, "sealed": True}
+    assert parse("fixed-fill,size=2,timeout=none").timeout is None and parse("fixed-fill,size=2").timeout == "auto"
+    assert set(POLICIES) >= {"slot", "fixed-fill"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("fifo", "slot, fixed-fill"),
+        ("fixed-fill", "size"),
+        ("fixed-fill,size", "name=value"),
+        ("fixed-fill,size=0", "size"),
+        ("fixed-fill,size=many", "size"),
+        ("fixed-fill,size=2,timeout=later", "timeout"),
+        ("slot,size=3", "known: none"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_flag(text, named, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--scheduler", text])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and "--scheduler" in error and named in error
+
+
+def ask(server, count: int) -> list[threading.Thread]:
+    threads = [threading.Thread(target=server.complete, args=("a",), kwargs={"max_tokens": 8}) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_a_batch_starts_when_it_is_full(serve, kit):
+    server = serve(kit.says("x", end=False), rows=4, policy=FixedFill(3, None))
+    threads = ask(server, 2)
+    kit.until(lambda: server.metric("jdllm_requests_waiting") == 2)
+    steps = server.engine.steps
+    threads += ask(server, 1)
+    for thread in threads:
+        thread.join(10)
+    assert steps == 0 and server.metric("jdllm_requests_finished_total") == 3
+    # Eight passes, together: with the report one call late, not three times as many.
+    assert server.engine.steps <= 10
+
+
+def test_the_timer_starts_a_batch_that_is_not_full(serve, kit):
+    server = serve(kit.says("x"), rows=4, policy=FixedFill(3, 0.2))
+    assert server.complete("a", max_tokens=4).status_code == 200
+
+
+def test_who_waits_for_a_batch_can_leave_and_be_late(serve, kit):
+    server = serve(kit.says("x"), rows=4, policy=FixedFill(3, None))
+    assert server.complete("a", max_tokens=4, deadline_ms=100).status_code == 504
+    body = {"model": "tiny", "prompt": "a", "stream": True}
+    thread = threading.Thread(
+        target=server.http.post, args=("/v1/completions",), kwargs={"json": body, "headers": {"X-Request-ID": "gone"}}
+    )
+    thread.start()
+    kit.until(lambda: server.metric("jdllm_requests_waiting") == 1)
+    assert server.http.post("/v1/abort", json={"request_id": "gone"}).json()["aborted"] == 1
+    thread.join(10)
+    assert server.metric("jdllm_requests_waiting") == 0 and server.engine.steps == 0
+
+
+def test_a_server_that_shuts_down_fills_no_batch(serve, kit):
+    server = serve(kit.says("x"), rows=4, policy=FixedFill(3, None))
+    (thread,) = ask(server, 1)
+    kit.until(lambda: server.metric("jdllm_requests_waiting") == 1)
+    server.loop.drain()
+    thread.join(10)
+    assert not thread.is_alive() and server.metric("jdllm_requests_finished_total") == 1
