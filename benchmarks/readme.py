@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decoders, orders, server, shapes, soak, step
+from benchmarks import decoders, orders, server, shapes, step
 from benchmarks.machine import ROOT
 
 README = ROOT / "README.md"
@@ -23,7 +23,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "orders": orders.table,
     "decoders": decoders.table,
     "server": server.table,
-    "soak": soak.table,
 }
 
 

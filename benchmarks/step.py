@@ -359,7 +359,7 @@ def log(text: str) -> None:
 
 
 def _decoders(options: argparse.Namespace) -> None:
-    count, rounds = (12, 2) if options.quick else (120, 40)
+    count, rounds = (12, 2) if options.quick else (120, 60)
     buckets = [Bucket(1, 16), Bucket(1, 64), Bucket(16, 256)]
     results = {
         **provenance("benchmarks.step"),
