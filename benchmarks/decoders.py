@@ -140,17 +140,18 @@ def _generality(case: Case, bucket: Bucket, rounds: int) -> dict[str, Any]:
             state = insert(state, jnp.int32(i), asked)
         return jax.tree.map(lambda x: x.copy(), state)
 
+    nobody = jnp.zeros(bucket.rows, bool)
     settings, schedule = (np.asarray(x) for x in (start().settings, start().schedule))
 
-    def d2f_alone(params: Any, state: State) -> Any:
+    def d2f_alone(params: Any, state: State, held: jax.Array) -> Any:
         known = dataclasses.replace(state, settings=jnp.asarray(settings), schedule=jnp.asarray(schedule))
-        return steps(params, known, model=model, bucket=bucket)
+        return steps(params, known, held, model=model, bucket=bucket)
 
     programs = {
         "general": jax.jit(partial(steps, model=model, bucket=bucket), donate_argnums=1)
-        .lower(params, start())
+        .lower(params, start(), nobody)
         .compile(),
-        "d2f alone": jax.jit(d2f_alone, donate_argnums=1).lower(params, start()).compile(),
+        "d2f alone": jax.jit(d2f_alone, donate_argnums=1).lower(params, start(), nobody).compile(),
     }
     times: dict[str, list[float]] = {name: [] for name in programs}
     reports: dict[str, np.ndarray] = {}
@@ -161,7 +162,7 @@ def _generality(case: Case, bucket: Bucket, rounds: int) -> dict[str, Any]:
                 if call == 6:
                     jax.block_until_ready(state)
                     begin = time.perf_counter()
-                state, report = program(params, state)
+                state, report = program(params, state, nobody)
             jax.block_until_ready(report)
             times[name].append((time.perf_counter() - begin) / 20)
             reports[name] = np.asarray(report[0])

@@ -81,7 +81,8 @@ def step_costs(model: ModelConfig, rows: int, canvas: int) -> dict[str, Any]:
 def _program(model: ModelConfig, bucket: Bucket, canvas: int, dtype: Any) -> jax.stages.Traced:
     params = llada.abstract_params(model, dtype)
     state = abstract_state(model, bucket.rows, canvas, dtype)
-    return jax.jit(partial(steps, model=model, bucket=bucket), donate_argnums=1).trace(params, state)
+    held = jax.ShapeDtypeStruct((bucket.rows,), jnp.bool)
+    return jax.jit(partial(steps, model=model, bucket=bucket), donate_argnums=1).trace(params, state, held)
 
 
 def _compiled_costs(model: ModelConfig, bucket: Bucket, canvas: int) -> dict[str, float]:

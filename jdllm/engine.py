@@ -7,7 +7,7 @@ that the last report names. Everything else happens in the compiled step.
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -89,6 +89,24 @@ class Row:
         if self.stop >= 0:
             return "stop"
         return None if self.live else "length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a row would do in the next call.
+
+    Attributes:
+        slot, handle: as in Row.
+        width: positions of its window.
+        refresh: the window is its whole canvas.
+        nfe: forward passes that it has had.
+    """
+
+    slot: int
+    handle: Hashable
+    width: int
+    refresh: bool
+    nfe: int
 
 
 @dataclasses.dataclass
@@ -180,6 +198,7 @@ class Engine:
         self._insert: jax.stages.Compiled
         self._evict: jax.stages.Compiled
         self._alternatives: jax.stages.Compiled
+        self._nobody = jnp.zeros(self.config.max_rows, bool)
         self.reset()
 
     def reset(self) -> None:
@@ -187,7 +206,7 @@ class Engine:
         B = self.config.max_rows
         self.state = empty_state(self.model, B, self.config.max_length, self._dtype)
         self._handles: list[Hashable | None] = [None] * B
-        self._widths = np.zeros(B, np.int64)
+        self._widths, self._lengths, self._nfes = (np.zeros(B, np.int64) for _ in range(3))
         self._shadows = list(range(B))
         self._call: _Call | None = None
 
@@ -205,7 +224,7 @@ class Engine:
 
         def build(bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
             program = jax.jit(partial(steps, model=self.model, bucket=bucket), donate_argnums=1)
-            return bucket, program.lower(params, state).compile()
+            return bucket, program.lower(params, state, self._nobody).compile()
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             waiting = [pool.submit(build, bucket) for bucket in self.buckets]
@@ -230,7 +249,7 @@ class Engine:
                     self.state = self._insert(self.state, np.int32(slot), row)
                 jax.block_until_ready(self.state)
                 begin = time.perf_counter()
-                self.state, report = self._steps[bucket](self.params, self.state)
+                self.state, report = self._steps[bucket](self.params, self.state, self._nobody)
                 jax.block_until_ready(report)
                 seconds.append(time.perf_counter() - begin)
             self.costs.start(bucket, seconds)
@@ -265,7 +284,8 @@ class Engine:
             asked = request(prompt_ids, decode, self.model, canvas, arrival=self._inserted, owner=slot, shadow=shadow)
             self.state = self._insert(self.state, np.int32(place), asked)
             self._handles[place] = handle if place == slot else _SHADOW
-            self._widths[place] = first_width(asked)
+            self._widths[place] = self._lengths[place] = first_width(asked)
+            self._nfes[place] = 0
         self._shadows[slot] = shadow
         self._inserted += 1
 
@@ -297,20 +317,38 @@ class Engine:
         """Slots without a request, lowest first: low slots keep the row bucket small."""
         return [slot for slot, handle in enumerate(self._handles) if handle is None]
 
-    def step(self) -> list[Row]:
+    def step(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> list[Row]:
         """Dispatch one call of the compiled step; return the rows of the call before it, whose sizes chose this
         call's bucket. The device works on the new call while the caller uses the rows. When no row is live nothing is
-        dispatched, and [] comes back once every report has been read."""
-        rows = self._read()
-        bucket = choose_bucket(self.buckets, self._widths)
+        dispatched, and [] comes back once every report has been read.
+
+        Args:
+            hold: told what each row would do in the new call, answers with the slots that take no part in it.
+        """
+        rows, widths, held = self._read(), self._widths, self._nobody
+        if hold is not None and (slots := list(hold(self._passes()))):
+            slots += [self._shadows[slot] for slot in slots]
+            mask = np.zeros(self.config.max_rows, bool)
+            mask[slots] = True
+            widths, held = np.where(mask, 0, widths), jax.device_put(mask)
+        bucket = choose_bucket(self.buckets, widths)
         if bucket is not None:
-            self.state, (report, logprobs, committed) = self._steps[bucket](self.params, self.state)
+            self.state, (report, logprobs, committed) = self._steps[bucket](self.params, self.state, held)
             report.copy_to_host_async()
             self._call = _Call(report, logprobs, committed, tuple(self._handles), bucket, time.perf_counter())
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps
         return rows
+
+    def _passes(self) -> list[Pass]:
+        """The next pass of every row, shadows left out."""
+        found = []
+        for slot, handle in enumerate(self._handles):
+            width, length, nfe = (int(numbers[slot]) for numbers in (self._widths, self._lengths, self._nfes))
+            if width and handle is not _SHADOW:
+                found.append(Pass(slot, handle, width, width == length, nfe))
+        return found
 
     def _read(self) -> list[Row]:
         """Wait for the call in flight; update the widths of the rows that are still the ones it ran."""
@@ -328,6 +366,7 @@ class Engine:
             if handle is None or handle is _SHADOW or handle is not self._handles[slot]:
                 continue
             self._widths[[slot, self._shadows[slot]]] = report.pop("width")
+            self._lengths[slot], self._nfes[slot] = report["length"], report["nfe"]
             tokens = numbers[len(REPORT_FIELDS) :]
             flags = {name: bool(report.pop(name)) for name in ("live", "failed")}
             rows.append(Row(slot=slot, handle=handle, tokens=tokens, _call=call, **flags, **report))

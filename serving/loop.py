@@ -22,11 +22,12 @@ from jdllm.serving.forecast import Forecast
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
-from jdllm.serving.schedulers import Policy, Slot, View, Waiting
+from jdllm.serving.schedulers import Pass, Policy, Slot, View, Waiting
 from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
     from jdllm.engine import Engine, Row
+    from jdllm.engine import Pass as EnginePass
     from jdllm.serving.model import ServedModel
 
 log = logging.getLogger("jdllm.serving")
@@ -259,7 +260,7 @@ class EngineLoop:
             for job in joined:
                 self._insert(engine, job)
             if self._running:
-                before, rows = engine.last_call, engine.step()
+                before, rows = engine.last_call, engine.step(self._hold if self._policy.holds else None)
                 if engine.last_call is not None and engine.last_call is not before:
                     bucket, seconds = engine.last_call
                     self._metrics.step_seconds.labels(f"{bucket.rows}x{bucket.packed}").observe(seconds)
@@ -287,6 +288,16 @@ class EngineLoop:
             self._running[job.slots[0]] = job
             joined.append(job)
         return joined
+
+    def _hold(self, passes: "list[EnginePass]") -> list[int]:
+        """Slots that the policy lets sit out the next step."""
+        found = []
+        for one in passes:
+            job = self._running[one.slot]
+            left = max(job.decode.max_tokens - job.read, 1)
+            blocks = -(-left // job.decode.block_size)
+            found.append(Pass(one.slot, one.width, one.refresh, job.arrived, one.nfe, blocks))
+        return list(self._policy.hold(found))
 
     def _late_in_queue(self) -> list[Job]:
         """Take out of the queue those that have missed their deadlines."""

@@ -59,6 +59,40 @@ def requests(count: int, seed: int = 0) -> list[tuple[list[int], DecodeConfig]]:
     ]
 
 
+def test_rows_that_sit_out_steps_end_as_if_they_had_not(engine):
+    """Whoever is held, and for how long; and what ``hold`` is told is what the row does when it takes part."""
+    asked = requests(ROWS, seed=5)
+    expected = serve(engine, asked)
+    engine.reset()
+    random = np.random.default_rng(0)
+    before: dict[int, int] = {}
+
+    def hold(passes):
+        for one in passes:
+            assert one.handle == one.slot and one.refresh == (one.nfe == 0) and 0 < one.width <= LENGTH
+            assert one.nfe >= before.get(one.slot, 0)
+            before[one.slot] = one.nfe
+        return [one.slot for one in passes if random.random() < 0.6]
+
+    for slot, (prompt, decode) in enumerate(asked):
+        engine.insert(slot, slot, prompt, decode)
+    done = {}
+    with jtu.count_jit_compilation_cache_miss() as misses:
+        while len(done) < len(asked):
+            for row in engine.step(hold):
+                assert row.nfe <= before.get(row.slot, 0) + 1
+                if not row.live and row.slot not in done:
+                    done[row.slot] = (row.canvas_ids, row.nfe, row.finish_reason)
+    assert [done[slot] for slot in range(ROWS)] == expected and misses() == 0
+
+
+def test_when_all_are_held_nothing_runs(engine):
+    engine.insert(0, "a", [1, 2, 3], DecodeConfig(max_tokens=8))
+    calls = engine.counters.calls
+    assert engine.step(lambda passes: [one.slot for one in passes]) == [] and engine.counters.calls == calls
+    assert engine.step() == [] and [row.handle for row in engine.step()] == ["a"]
+
+
 def serve(engine: Engine, asked, slots=range(ROWS)) -> list[tuple]:
     """Run requests through the slots, lowest free first; (canvas, nfe, finish reason) in the order asked."""
     waiting, done, free = list(enumerate(asked)), {}, list(slots)
@@ -322,7 +356,7 @@ def test_i8_after_a_failed_call_a_reset_serves_again(engine, monkeypatch):
     asked = requests(2, seed=7)
     clean = serve(engine, asked)
 
-    def broken(params, state):
+    def broken(params, state, held):
         jax.tree.map(lambda x: x.delete(), state)
         raise RuntimeError("injected")
 

@@ -28,8 +28,13 @@ Report = tuple[Array, Array, Array]
 """int32 [R, 10 + S] (state.REPORT_FIELDS), and State's ``logprobs`` and ``committed`` of those rows [R, S]."""
 
 
-def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Bucket) -> tuple[State, Report]:
+def steps(
+    params: llada.Params, state: State, held: Array, *, model: ModelConfig, bucket: Bucket
+) -> tuple[State, Report]:
     """``bucket.steps`` denoising steps of slots [0, R); rows that end are frozen from then on.
+
+    Args:
+        held: bool [B], live rows that take no part in this call (a scheduler's decision); nothing of them changes.
 
     Returns:
         the new state (donate the old one) and the report.
@@ -38,7 +43,7 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
 
     def body(_: Array, carry: tuple[State, Text, Work]) -> tuple[State, Text, Work]:
         whole, _before, (computed, refreshed) = carry
-        whole, text, (width, refresh) = _step(params, whole, model, bucket)
+        whole, text, (width, refresh) = _step(params, whole, held[:R], model, bucket)
         return whole, text, (computed + width, refreshed + refresh)
 
     none = jnp.zeros(R, jnp.int32)
@@ -49,9 +54,11 @@ def steps(params: llada.Params, state: State, *, model: ModelConfig, bucket: Buc
     return state, (_report(rows, state.tokens[:R], text, work), state.logprobs[:R], state.committed[:R])
 
 
-def _step(params: llada.Params, state: State, model: ModelConfig, bucket: Bucket) -> tuple[State, Text, Work]:
+def _step(
+    params: llada.Params, state: State, held: Array, model: ModelConfig, bucket: Bucket
+) -> tuple[State, Text, Work]:
     rows, before = first_rows(state, bucket.rows), state.tokens[: bucket.rows]
-    packing = pack(rows, bucket, before.shape[1])
+    packing = pack(rows, held, bucket, before.shape[1])
     hidden, keys, values = _forward(params, state, rows, packing, model)
     found, here = decide(params, state, rows, packing, hidden, model)
     accept = _accept(state, rows, packing, found, here)

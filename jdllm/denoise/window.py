@@ -89,14 +89,15 @@ class Packing:
         return canvas.at[self.row, place].set(packed, mode="drop")
 
 
-def pack(rows: Rows, bucket: Bucket, canvas: int) -> Packing:
+def pack(rows: Rows, held: Array, bucket: Bucket, canvas: int) -> Packing:
     """Lay the windows of ``rows`` (leading axis R) on an axis of ``bucket.packed`` positions, and cut them into tiles.
 
     Args:
+        held: bool [R], rows that take no part.
         canvas: S.
     """
     N, T = bucket.packed, bucket.tile
-    width = jnp.where(rows.live, rows.end - rows.start, 0)
+    width = jnp.where(rows.live & ~held, rows.end - rows.start, 0)
     older = rows.arrival[None, :] <= rows.arrival[:, None]
     width = jnp.where(jnp.sum(jnp.where(older, width[None, :], 0), axis=1) <= N, width, 0)
     end = running_sum(width)

@@ -1,8 +1,8 @@
 """Scheduling policies: small pure objects that decide over plain data what happens next.
 
-``decide(view, now)`` says what to do now. It reads no clock, does no I/O, and never sees JAX: the same object drives
-the engine's thread, the simulator (``benchmarks.simulate``) and the tests. What a policy knows beyond its own settings
-is in the view.
+``decide(view, now)`` says who leaves the queue, ``hold(passes)`` who sits out the next step. A policy reads no clock,
+does no I/O, and never sees JAX: the same object drives the engine's thread, the simulator (``benchmarks.simulate``) and
+the tests. What it knows beyond its own settings and credit is in what it is given.
 """
 
 import inspect
@@ -10,12 +10,30 @@ from collections.abc import Callable
 
 from jdllm.serving.schedulers.deficit import Deficit
 from jdllm.serving.schedulers.fixed_fill import FixedFill
+from jdllm.serving.schedulers.per_request import PerRequest
 from jdllm.serving.schedulers.slot import Slot
-from jdllm.serving.schedulers.view import Actions, Policy, View, Waiting
+from jdllm.serving.schedulers.view import Actions, Pass, Policy, View, Waiting
 
-__all__ = ["POLICIES", "Actions", "Deficit", "FixedFill", "Policy", "Slot", "View", "Waiting", "parse"]
+__all__ = [
+    "POLICIES",
+    "Actions",
+    "Deficit",
+    "FixedFill",
+    "Pass",
+    "PerRequest",
+    "Policy",
+    "Slot",
+    "View",
+    "Waiting",
+    "parse",
+]
 
-POLICIES: dict[str, Callable[..., Policy]] = {"slot": Slot, "fixed-fill": FixedFill}
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "slot": Slot,
+    "per-request": PerRequest,
+    "fixed-fill": FixedFill,
+    "deficit": Deficit,
+}
 """By the names that --scheduler takes."""
 
 

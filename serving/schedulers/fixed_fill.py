@@ -13,12 +13,13 @@ is not full starts as well. Two rules differ in what the timer closes:
 
 import math
 
+from jdllm.serving.schedulers.slot import Slot
 from jdllm.serving.schedulers.view import Actions, View, Waiting, first_that_fit
 
 AUTO = "auto"
 
 
-class FixedFill:
+class FixedFill(Slot):
     """Batches of ``size`` requests.
 
     Args:

@@ -58,11 +58,42 @@ class Actions:
     wake: float = math.inf
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a row would do in the next step.
+
+    Attributes:
+        key: names it in this step: its slot.
+        width: positions of its window.
+        refresh: the window is its whole canvas: its first pass, or one that makes its cache anew.
+        arrived: when its request came, in seconds.
+        passes: that it has had.
+        blocks_left: of its request, the present one among them.
+    """
+
+    key: int
+    width: int
+    refresh: bool = False
+    arrived: float = 0.0
+    passes: int = 0
+    blocks_left: int = 1
+
+
 class Policy(Protocol):
-    """Anything that decides."""
+    """Anything that decides.
+
+    Attributes:
+        holds: ``hold`` may answer with somebody; otherwise it is not asked, which costs time in every step.
+    """
+
+    holds: bool
 
     def decide(self, view: View, now: float) -> Actions:
-        """What to do in this state at this time. Asked whenever something has arrived or ended, and at ``wake``."""
+        """Who leaves the queue now. Asked whenever something has arrived or ended, and at ``wake``."""
+
+    def hold(self, passes: Sequence[Pass]) -> Sequence[int]:
+        """Rows that take no part in the next step. Asked once before every step, when it is known what each would do;
+        at least one takes part."""
 
 
 def first_that_fit(waiting: Sequence[Waiting], free: int, slots: int) -> list[int]:

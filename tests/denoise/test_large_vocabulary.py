@@ -20,7 +20,8 @@ BUCKET = Bucket(16, 2048)
 def temporary_bytes(model: ModelConfig) -> int:
     state = abstract_state(model, 16, 1024, jnp.float32)
     params = llada.abstract_params(model, jnp.float32)
-    program = jax.jit(partial(steps, model=model, bucket=BUCKET), donate_argnums=1).lower(params, state).compile()
+    held = jax.ShapeDtypeStruct((16,), jnp.bool)
+    program = jax.jit(partial(steps, model=model, bucket=BUCKET), donate_argnums=1).lower(params, state, held).compile()
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -80,7 +80,7 @@ def test_cached_windows(golden):
             length, start = np.array([stage["input_end"]]), np.array([stage["input_start"]])
             rows = dataclasses.replace(state.rows, length=length, end=length, start=start)
             bucket = Bucket(1, S)
-            packing = pack(rows, bucket, S)
+            packing = pack(rows, jnp.zeros(1, bool), bucket, S)
             hidden, keys, values = _forward(params, state, rows, packing, cfg)
             state = dataclasses.replace(state, keys=keys, values=values)
             width = stage["input_end"] - stage["input_start"]

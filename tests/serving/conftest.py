@@ -6,7 +6,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ import uvicorn
 from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.costs import CostTable
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Counters, Row
+from jdllm.engine import Counters, Pass, Row
 from jdllm.serving.api import ServerConfig, create_app
 from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ class ScriptEngine:
         shape = (self.length, 20)
         return np.broadcast_to(97 + np.arange(20), shape), np.broadcast_to(-1.0 - np.arange(20), shape)
 
-    def step(self) -> list[Row]:
+    def step(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> list[Row]:
         if self.fault:
             self.fault()
         time.sleep(self.step_seconds)
@@ -133,7 +133,10 @@ class ScriptEngine:
         self.last_call = Bucket(1, 8), self.step_seconds
         self.costs.observe(*self.last_call)
         late = [row for row in self.report if self.rows.get(row.slot, {}).get("handle") is row.handle]
-        self.report = [self._advance(slot, row) for slot, row in self.rows.items() if not row.get("ended")]
+        live = {slot: row for slot, row in self.rows.items() if not row.get("ended")}
+        passes = [Pass(slot, row["handle"], 8, row["nfe"] == 0, row["nfe"]) for slot, row in live.items()]
+        held = hold(passes) if hold else ()
+        self.report = [self._advance(slot, row) for slot, row in live.items() if slot not in held]
         return late
 
     def _advance(self, slot: int, row: dict) -> Row:

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.serving.schedulers.deficit import ORDERS, PAGE, Deficit, Refresh
+from jdllm.serving.schedulers.deficit import ORDERS, PAGE, Deficit
+from jdllm.serving.schedulers.view import Pass
 
 BUDGET, BLOCK = 1024, 32
 
 
-def queue(*lengths: int) -> list[Refresh]:
-    return [Refresh(key, length, arrived=key) for key, length in enumerate(lengths)]
+def queue(*widths: int) -> list[Pass]:
+    return [Pass(key, width, refresh=True, arrived=key) for key, width in enumerate(widths)]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_with_a_full_batch_nothing_is_admitted_until_rows_end():
 
 
 def test_orders():
-    old = Refresh(7, 400, arrived=1.0, blocks_left=3)
-    new = Refresh(2, 400, arrived=2.0, blocks_left=1)
+    old = Pass(7, 400, True, arrived=1.0, blocks_left=3)
+    new = Pass(2, 400, True, arrived=2.0, blocks_left=1)
     assert Deficit(BUDGET).collect([new, old], 100, math.inf) == [7, 2]
     assert Deficit(BUDGET, "fewest_remaining_blocks").collect([old, new], 100, math.inf) == [2, 7]
     with pytest.raises(ValueError, match="order"):
@@ -69,7 +70,12 @@ def test_orders():
 
 
 refreshes = st.builds(
-    Refresh, st.integers(0, 10**6), st.integers(1, 4096), st.floats(0, 100, allow_nan=False), st.integers(1, 9)
+    Pass,
+    key=st.integers(0, 10**6),
+    width=st.integers(1, 4096),
+    refresh=st.just(True),
+    arrived=st.floats(0, 100, allow_nan=False),
+    blocks_left=st.integers(1, 9),
 )
 
 
@@ -95,7 +101,7 @@ def test_budget_order_and_memory_hold(iterations, order):
         assert rule.credit >= 0
         in_order = [r.key for r in sorted(waiting, key=ORDERS[order])]
         assert admitted == in_order[: len(admitted)]
-        by_key = {r.key: r.length for r in waiting}
+        by_key = {r.key: r.width for r in waiting}
         spent = sum(by_key[key] for key in admitted)
         assert sum(-(-by_key[key] // PAGE) for key in admitted) <= pages
         allowed = max(allowed + BUDGET - decoding, 0.0) if waiting else 0.0
@@ -105,3 +111,22 @@ def test_budget_order_and_memory_hold(iterations, order):
         assert spent <= allowed
         allowed -= spent
         assert rule.credit <= allowed or not waiting
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 4000),
+)
+def test_decoding_rows_are_never_held_and_somebody_always_steps(rows, budget):
+    """And every refresh goes in the end, when those that decode have ended."""
+    rule = Deficit(budget)
+    passes = [Pass(key, width, refresh, arrived=key) for key, (width, refresh) in enumerate(rows)]
+    for _ in range(len(rows)):
+        held = set(rule.hold(passes))
+        assert held <= {one.key for one in passes if one.refresh} and len(held) < len(passes)
+        if not any(one.refresh for one in passes):
+            break
+    while passes := [one for one in passes if one.refresh]:
+        held = set(rule.hold(passes))
+        assert len(held) < len(passes)
+        passes = [one for one in passes if one.key in held]

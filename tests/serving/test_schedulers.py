@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jdllm.serve import main
-from jdllm.serving.schedulers import POLICIES, FixedFill, Slot, parse
+from jdllm.serving.schedulers import POLICIES, Deficit, FixedFill, PerRequest, Slot, parse
 
 
 def test_policies_by_name_and_setting():
@@ -19,13 +19,15 @@ def test_policies_by_name_and_setting():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("fifo", "slot, fixed-fill"),
+        ("fifo", "slot, per-request, fixed-fill, deficit"),
         ("fixed-fill", "size"),
         ("fixed-fill,size", "name=value"),
         ("fixed-fill,size=0", "size"),
         ("fixed-fill,size=many", "size"),
         ("fixed-fill,size=2,timeout=later", "timeout"),
         ("slot,size=3", "known: none"),
+        ("deficit,budget=0", "budget"),
+        ("deficit,order=random", "order"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_flag(text, named, capsys):
@@ -33,6 +35,36 @@ def test_what_is_wrong_is_named_with_its_flag(text, named, capsys):
         main(["--scheduler", text])
     error = capsys.readouterr().err
     assert end.value.code == 2 and "--scheduler" in error and named in error
+
+
+def test_one_row_a_step_lets_all_advance_alike(serve, kit):
+    """Three requests of six passes: eighteen steps, and nobody is more than a pass ahead."""
+    seen = []
+
+    def script(prompt, decode):
+        for step in kit.says("x", end=False)(prompt, decode):
+            seen.append(prompt[0])
+            yield step
+
+    server = serve(script, rows=4, policy=PerRequest(), step_seconds=0.002)
+    threads = [threading.Thread(target=server.complete, args=([i],), kwargs={"max_tokens": 6}) for i in (65, 66, 67)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(seen) == sorted([65, 66, 67] * 6) and server.engine.steps >= 18
+    together = seen[next(i for i in range(len(seen)) if len(set(seen[: i + 1])) == 3) :]
+    first_end = min(i for i in range(len(seen)) if seen[: i + 1].count(seen[i]) == 6)
+    assert together and seen[first_end + 1 :].count(seen[first_end]) == 0
+
+
+def test_sangams_rule_lets_decoding_rows_go_on(serve, kit):
+    """First passes are refreshes of eight positions here: with a budget of eight they go in one by one."""
+    server = serve(kit.says("x", end=False), rows=4, policy=Deficit(8), step_seconds=0.002)
+    threads = ask(server, 4)
+    for thread in threads:
+        thread.join(10)
+    assert server.metric("jdllm_requests_finished_total") == 4
 
 
 def ask(server, count: int) -> list[threading.Thread]:
