@@ -12,6 +12,8 @@ from jdllm.convert.adapter import read_adapter
 from jdllm.decoders import slots_needed
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine
+from jdllm.serving import schedulers
+from jdllm.serving.schedulers import Deficit, Exclusive, PerRequest
 
 LENGTH, ROWS = 160, 6
 GOLDEN_ADAPTER = "llada-tiny-d2f-lora"
@@ -29,7 +31,7 @@ def engine(golden):
     return made
 
 
-def run(engine, requests, slots=range(ROWS)):
+def run(engine, requests, slots=range(ROWS), hold=None):
     """(ids, nfe, logprobs, committed) of each request, all started together as slots allow."""
     engine.reset()
     waiting, out = list(enumerate(requests)), {}
@@ -40,7 +42,7 @@ def run(engine, requests, slots=range(ROWS)):
                 break
             index, (prompt, decode) = waiting.pop(0)
             engine.insert(free[0], ("row", index), prompt, decode, free[-1])
-        for row in engine.step():
+        for row in engine.step(hold):
             if not row.live:
                 assert not row.failed
                 out[row.handle[1]] = (row.canvas_ids, row.nfe, row.logprobs.tolist(), row.committed.tolist())
@@ -95,6 +97,35 @@ def test_a_row_is_bit_equal_alone_and_among_any_neighbours(engine, seed):
         assert [run(engine, [request])[0] for request in requests] == together
     finally:
         engine.buckets = engine_buckets
+
+
+@pytest.mark.parametrize(
+    "policy", [PerRequest(), Deficit(96), Exclusive(0.5)], ids=lambda policy: type(policy).__name__
+)
+def test_schedulers_that_hold_rows_change_no_token(engine, policy):
+    """And keep their promises on the real engine: one row a step, a budget, two phases."""
+    asked = random_requests(8, 11)
+    steps = []
+
+    def hold(passes):
+        found = [schedulers.Pass(one.slot, one.width, one.refresh, one.slot, one.nfe) for one in passes]
+        held = set(policy.hold(found))
+        steps.append([one for one in found if one.key not in held])
+        assert steps[-1] or not found
+        return held
+
+    engine_buckets, engine.buckets = engine.buckets, engine.buckets[-1:]
+    try:
+        assert run(engine, asked, hold=hold) == run(engine, asked)
+    finally:
+        engine.buckets = engine_buckets
+    if isinstance(policy, PerRequest):
+        assert all(len(step) <= 1 for step in steps)
+    if isinstance(policy, Exclusive):
+        assert all(len({one.refresh for one in step}) <= 1 for step in steps)
+    if isinstance(policy, Deficit):
+        refreshed = sum(one.width for step in steps for one in step if one.refresh and len(step) > 1)
+        assert 0 < refreshed <= policy.budget * len(steps)
 
 
 def test_no_compile_over_many_mixed_requests(engine):

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 
 from jdllm.serving.schedulers.deficit import Deficit
+from jdllm.serving.schedulers.exclusive import Exclusive
 from jdllm.serving.schedulers.fixed_fill import FixedFill
 from jdllm.serving.schedulers.per_request import PerRequest
 from jdllm.serving.schedulers.slot import Slot
@@ -18,6 +19,7 @@ __all__ = [
     "POLICIES",
     "Actions",
     "Deficit",
+    "Exclusive",
     "FixedFill",
     "Pass",
     "PerRequest",
@@ -33,6 +35,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "per-request": PerRequest,
     "fixed-fill": FixedFill,
     "deficit": Deficit,
+    "exclusive": Exclusive,
 }
 """By the names that --scheduler takes."""
 

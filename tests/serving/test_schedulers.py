@@ -19,7 +19,7 @@ def test_policies_by_name_and_setting():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("fifo", "slot, per-request, fixed-fill, deficit"),
+        ("fifo", "slot, per-request, fixed-fill, deficit, exclusive"),
         ("fixed-fill", "size"),
         ("fixed-fill,size", "name=value"),
         ("fixed-fill,size=0", "size"),

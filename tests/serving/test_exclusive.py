@@ -1,0 +1,69 @@
+"""Refreshes and decoding apart: who steps, and how many should gather."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdllm.serving.schedulers.exclusive import Exclusive, best_count, best_share
+from jdllm.serving.schedulers.view import Pass
+
+
+def rows(due: int, decoding: int) -> list[Pass]:
+    return [Pass(key, 8, refresh=key < due) for key in range(due + decoding)]
+
+
+def test_refreshes_gather_then_run_until_none_waits():
+    rule = Exclusive(0.5)
+    assert rule.hold(rows(1, 3)) == [0]
+    assert rule.hold(rows(2, 2)) == [2, 3]
+    assert rule.hold(rows(1, 3)) == [1, 2, 3]  # one came late, and goes too
+    assert rule.hold(rows(0, 4)) == [] and not rule.refreshing
+    assert rule.hold(rows(1, 3)) == [0]
+
+
+def test_nobody_waits_for_others_that_are_not_there():
+    assert Exclusive(1.0).hold(rows(2, 0)) == []
+    assert Exclusive(0.0).hold(rows(1, 7)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+@given(st.floats(0, 1), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
+def test_the_two_never_share_a_step_and_somebody_steps(theta, states):
+    rule = Exclusive(theta)
+    for due, decoding in states:
+        passes = rows(due, decoding)
+        if passes:
+            stepping = [one for one in passes if one.key not in set(rule.hold(passes))]
+            assert stepping and len({one.refresh for one in stepping}) == 1
+
+
+@given(st.floats(0, 1), st.integers(1, 8), st.integers(1, 9))
+def test_a_refresh_waits_no_longer_than_the_others_decode(theta, count, block):
+    """No arrivals: when every row has decoded its block, all are due, and go."""
+    rule, left = Exclusive(theta), [0, *([block] * (count - 1))]
+    for _ in range(count * block + 1):
+        passes = [Pass(key, 8, refresh=not steps) for key, steps in enumerate(left)]
+        held = set(rule.hold(passes))
+        if any(not steps and key not in held for key, steps in enumerate(left)):
+            return
+        left = [max(0, steps - (key not in held)) for key, steps in enumerate(left)]
+    raise AssertionError("it never ran")
+
+
+def test_the_best_share():
+    assert best_share(1.0) == pytest.approx(0.68216, abs=1e-5)
+    assert best_share(0.0) == pytest.approx(0.0, abs=1e-5)
+    for cost in (0.01, 0.3, 2.0, 20.0):
+        theta = best_share(cost)
+        assert theta / (1 - theta) + math.log(1 - theta) == pytest.approx(cost, rel=1e-6)
+    with pytest.raises(ValueError, match="cost"):
+        best_share(-1)
+
+
+@pytest.mark.parametrize("cost", [0.2, 1.0, 3.0])
+def test_counting_rows_comes_to_the_same_share_when_there_are_many(cost):
+    rows, p, step = 4000, 1e-5, 1.0  # so rare that rarely two come in one step
+    refresh = cost * step / -math.log(1 - p)
+    assert best_count(rows, p, refresh, step) / rows == pytest.approx(best_share(cost), abs=0.02)
+    assert best_count(4, 0.1, 1e9, 1.0) == 4 and best_count(4, 0.1, 0.0, 1.0) == 1
