@@ -86,19 +86,20 @@ def fit(
         updates, opt_state = tx.update(gradients, opt_state, trained)
         return optax.apply_updates(trained, updates), opt_state, value
 
-    losses: list[float] = []
+    losses: list[jax.Array] = []  # read rarely, so that the host makes the next batches while the device works
     clock = saved = time.monotonic()
     stream = rounds(progress.round)
     while progress.step < schedule.steps:
         for batch in next(stream)[: schedule.steps - progress.step]:
             trained, opt_state, value = update(trained, opt_state, _spread(batch, mesh))
-            losses.append(float(value))
+            losses.append(value)
             progress.step += 1
             progress.tokens += batch["noisy"].size
             if progress.step % 25 == 0:
+                mean, losses = np.mean(losses), []
                 spent = progress.seconds + time.monotonic() - clock
                 print(
-                    f"step {progress.step:5}/{schedule.steps}  loss {np.mean(losses[-25:]):.4f}  "
+                    f"step {progress.step:5}/{schedule.steps}  loss {mean:.4f}  "
                     f"{progress.tokens / 1e6:.2f} M tokens  {spent:.0f} s",
                     flush=True,
                 )
