@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     engine, words = model.new_engine(log), model.tokenizer
     requests = []
     for i, body in enumerate(bodies(count)):
-        settings = ChatRequest(**body).decode(model.config.family, model.defaults, MAX_TOKENS, words, seed=0)
+        ours = {"max_tokens": MAX_TOKENS, "seed": 0}
+        settings = ChatRequest(**body).decode(model.config.family, model.defaults, words, ours)
         requests.append((("", i), words.encode_chat(body["messages"]), settings))
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:

@@ -48,6 +48,8 @@ class Tokenizer:
         self._hf = _open(folder, trust_remote_code)
         if chat_template is not None:
             self._hf.chat_template = chat_template
+        self._hf.backend_tokenizer.no_truncation()  # whatever tokenizer.json says: prompts are refused, never cut
+        self._hf.backend_tokenizer.no_padding()
         if not _is_byte_level(json.loads(self._hf.backend_tokenizer.to_str()).get("decoder")):
             raise ConfigError(f"{folder}: tokenizer.json is not byte-level BPE, the only kind that jdllm supports")
         if self._hf.mask_token is not None and self._hf.mask_token_id != model.mask_id:
@@ -89,7 +91,7 @@ class Tokenizer:
 
     def encode(self, text: str, field: str = "prompt", *, begins: bool = True) -> list[int]:
         """Raw text to ids; ``begins``: with whatever the tokenizer puts around a text."""
-        return self._hf.encode(_encodable(text, field), add_special_tokens=begins)
+        return self._encode(_encodable(text, field), begins)
 
     def encode_chat(self, messages: Any, field: str = "messages") -> list[int]:
         """Messages in OpenAI's form to ids, ready for the assistant's answer.
@@ -106,14 +108,17 @@ class Tokenizer:
                 field,
                 "this model's tokenizer has no chat template; use completions, or start with --chat-template FILE",
             )
-        key = secrets.token_hex(8)
+        marked = any(self._special_text.search(m["content"]) for m in chat)
+        key = secrets.token_hex(8) if marked else ""
         hidden: list[str] = []
 
         def hide(match: re.Match[str]) -> str:
             hidden.append(match[0])
             return f"\x02{key}:{len(hidden) - 1}\x03"
 
-        masked = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in chat]
+        masked = [dict(m) for m in chat]
+        for message in masked if marked else ():
+            message["content"] = self._special_text.sub(hide, message["content"])
         text = self._render(masked, field)
         end = 0
         for at, message in enumerate(masked):
@@ -129,7 +134,7 @@ class Tokenizer:
                     f"{field}[{at}]", f"the model's chat template drops the text of role {message['role']!r}"
                 )
         if not hidden:
-            return self._hf.encode(text, add_special_tokens=False)
+            return self._encode(text, begins=False)
         # Special tokens cut a text into parts that are encoded on their own, so doing it by hand changes no other id.
         ids: list[int] = []
         for i, part in enumerate(re.split(f"({self._special_text.pattern})", text)):
@@ -139,6 +144,12 @@ class Tokenizer:
                 plain = re.sub(f"\x02{key}:(\\d+)\x03", lambda m: hidden[int(m[1])], part)
                 ids += self._hf.encode(plain, add_special_tokens=False, split_special_tokens=True)
         return ids
+
+    def _encode(self, text: str, begins: bool) -> list[int]:
+        """As ``self._hf.encode`` does, without its half a millisecond around it."""
+        backend = self._hf.backend_tokenizer
+        backend.encode_special_tokens = False
+        return backend.encode(text, add_special_tokens=begins).ids
 
     def detokenizer(self) -> "Detokenizer":
         """A reader for one answer."""

@@ -124,7 +124,6 @@ def create_app(
     app = FastAPI(title="jdllm", version=__version__, lifespan=lifespan)
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
-    playground.install(app, config.names)
     openapi.install(app)
     app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body)
     if config.cors_origins:
@@ -252,6 +251,7 @@ def create_app(
     async def scrape() -> Response:
         return Response(metrics.render(), media_type=metrics.content_type)
 
+    playground.install(app, config.names)  # last: paths are looked for in this order
     return app
 
 

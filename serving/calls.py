@@ -6,7 +6,6 @@ import json
 import math
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from jdllm.config import RequestError
 from jdllm.decoders import check_request
 from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
+from jdllm.serving.gate import new_id
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.model import ServedModel
@@ -53,7 +53,7 @@ class Call:
     created: int = 0
 
     def __post_init__(self) -> None:
-        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + new_id()
         self.created = int(time.time())
 
     async def result(self) -> dict[str, Any]:

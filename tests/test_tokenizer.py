@@ -230,6 +230,17 @@ def test_template_in_a_file_of_its_own(tmp_path, model):
     assert words.decode(words.encode_chat([{"role": "user", "content": "why"}])) == "Q: why A:"
 
 
+def test_a_tokenizer_that_cuts_or_pads_does_neither_here(tmp_path, model):
+    folder = changed(tmp_path)
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    whole["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None}
+    whole["padding"] |= {"pad_id": 5, "pad_type_id": 0, "pad_token": "x"}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    text = "a text of more than three tokens"
+    assert Tokenizer(folder, model).encode(text) == Tokenizer(FOLDER, model).encode(text)
+
+
 def test_template_errors_are_the_requests(model):
     words = Tokenizer(FOLDER, model, "{{ raise_exception('only one turn') }}")
     with pytest.raises(RequestError, match="only one turn"):
