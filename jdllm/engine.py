@@ -97,7 +97,7 @@ class Pass:
 
     Attributes:
         slot, handle: as in Row.
-        width: positions of its window.
+        width: positions of its window, its shadow's among them.
         refresh: the window is its whole canvas.
         nfe: forward passes that it has had.
     """
@@ -144,7 +144,7 @@ class _Call:
     committed: Array
     handles: tuple[Hashable | None, ...]
     bucket: Bucket
-    begin: float
+    begin: float | None
 
 
 def _further(params: Params, adapters: Sequence[Adapter], unused_ids: Sequence[int]) -> Params:
@@ -239,7 +239,7 @@ class Engine:
         """Fill ``costs``: run every bucket, full of rows whose first windows fill it, half of them masks (at most a
         block). The engine must be empty, and is empty afterwards."""
         for bucket in self.buckets:
-            width = min(bucket.packed // bucket.rows, self.config.max_length)
+            width = max(2, min(bucket.packed // bucket.rows, self.config.max_length))
             masks = min(width // 2, DecodeConfig.block_size)
             asked = partial(request, [0] * (width - masks), DecodeConfig(max_tokens=masks, stop_ids=()), self.model)
             seconds = []
@@ -266,16 +266,16 @@ class Engine:
     ) -> None:
         """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None, and no
         other request's, earlier or later: reports name the row by it. A request that needs two slots (``slots_needed``)
-        takes ``shadow``, by default the lowest other free one."""
+        takes ``shadow`` above it, by default the lowest free one there."""
         self.check(prompt_ids, decode)
         if decoders.slots_needed(decode) == 1:
             shadow = slot
         elif shadow is None:
-            shadow = next((other for other in self.free_slots if other != slot), None)
+            shadow = next((other for other in self.free_slots if other > slot), None)
             if shadow is None:
-                raise ValueError("guidance takes two slots, and one is free")
-        elif shadow == slot:
-            raise ValueError("guidance takes two slots: shadow must be another one")
+                raise ValueError("guidance takes two slots, and none above this one is free")
+        elif shadow <= slot:  # whichever slots take part in a call, a shadow's owner is among them
+            raise ValueError("guidance takes two slots: shadow must be one above")
         for place in dict.fromkeys((slot, shadow)):
             if self._handles[place] is not None:
                 raise ValueError(f"slot {place} is taken by {self._handles[place]!r}")
@@ -298,6 +298,10 @@ class Engine:
             self._handles[place] = None
             self._widths[place] = 0
         self._shadows[slot] = slot
+        if self._call is not None and all(
+            h is None for h in self._handles
+        ):  # nobody will read it soon: its time says nothing
+            self._call = dataclasses.replace(self._call, begin=None)
 
     def alternatives(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """The most probable tokens, int32 [S, A], and their log-probabilities, float32 [S, A], at every position that
@@ -347,7 +351,8 @@ class Engine:
         for slot, handle in enumerate(self._handles):
             width, length, nfe = (int(numbers[slot]) for numbers in (self._widths, self._lengths, self._nfes))
             if width and handle is not _SHADOW:
-                found.append(Pass(slot, handle, width, width == length, nfe))
+                twice = 2 if self._shadows[slot] != slot else 1
+                found.append(Pass(slot, handle, twice * width, width == length, nfe))
         return found
 
     def _read(self) -> list[Row]:
@@ -356,8 +361,9 @@ class Engine:
         if call is None:
             return []
         rows, reports = [], np.asarray(call.report)
-        self.last_call = call.bucket, time.perf_counter() - call.begin
-        self.costs.observe(*self.last_call)
+        if call.begin is not None:
+            self.last_call = call.bucket, time.perf_counter() - call.begin
+            self.costs.observe(*self.last_call)
         for slot, numbers in enumerate(reports):
             report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
             self.counters.needed += report.pop("computed")

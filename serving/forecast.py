@@ -25,10 +25,10 @@ class Forecast:
         """Requests a second that arrive; 0 until two have."""
         return 1 / self._gap if self._gap > 0 else 0.0
 
-    def arrived(self, now: float) -> None:
-        """A request has come."""
+    def arrived(self, now: float, count: int = 1) -> None:
+        """So many requests have come, together."""
         if self._arrived:
-            self._gap = _followed(self._gap, now - self._last, first=self._arrived == 1)
+            self._gap = _followed(self._gap, (now - self._last) / count, first=self._arrived == 1)
         self._last = now
         self._arrived += 1
 

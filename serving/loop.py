@@ -113,8 +113,8 @@ class EngineLoop:
                     headers=retry_headers(wait),
                 )
             self._metrics.admitted.inc(len(jobs))
+            self._forecast.arrived(jobs[0].arrived, len(jobs))
             for job in jobs:
-                self._forecast.arrived(job.arrived)
                 place = bisect.bisect_right(self._waiting, job.priority, key=lambda waiting: waiting.priority)
                 self._waiting.insert(place, job)
             self._changed.notify()
@@ -242,20 +242,22 @@ class EngineLoop:
                     self._changed.wait()
                 if self._stopping:
                     return
-                late = self._late_in_queue()
                 left = [slot for slot, job in self._running.items() if job.cancelled]
-                for slot in left:
+                late = self._late()
+                overdue = [slot for slot, job in self._running.items() if job in late]
+                for slot in (*left, *overdue):
                     del self._running[slot]
+                for job in late:
+                    self._miss(job)
                 joined = self._admit()
                 if not (joined or late or left or self._running):  # the policy lets them wait
                     until = min([self._wake, *(job.deadline for job in self._waiting if job.deadline is not None)])
-                    self._changed.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+                    pause = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+                    self._changed.wait(None if until == math.inf else pause)
                     continue
-            for job in late:
-                self._miss(job)
             # Outside the lock: this takes the device's time, and clients must not wait for it.
             self._metrics.cancelled.inc(len(left))
-            for slot in left:
+            for slot in (*left, *overdue):
                 engine.evict(slot)
             for job in joined:
                 self._insert(engine, job)
@@ -299,15 +301,16 @@ class EngineLoop:
             found.append(Pass(one.slot, one.width, one.refresh, job.arrived, one.nfe, blocks))
         return list(self._policy.hold(found))
 
-    def _late_in_queue(self) -> list[Job]:
-        """Take out of the queue those that have missed their deadlines."""
-        now = time.monotonic()
-        late = [job for job in self._waiting if job.deadline is not None and now > job.deadline]
+    def _late(self) -> list[Job]:
+        """Those that have missed their deadlines, in slots (whether they step or not) and in the queue, which they
+        leave."""
+        now, jobs = time.monotonic(), (*self._running.values(), *self._waiting)
+        late = [job for job in jobs if job.deadline is not None and now > job.deadline and not job.cancelled]
         self._waiting = [job for job in self._waiting if job not in late] if late else self._waiting
         return late
 
     def _miss(self, job: Job) -> None:
-        """End a job that has left queue and slot because of its deadline. (Clients must not repeat it.)"""
+        """End a job because of its deadline. (Clients must not repeat it.)"""
         self._metrics.failed.inc()
         self._news[id(job)] = job
         text = "the deadline passed before the answer was complete"
@@ -331,11 +334,6 @@ class EngineLoop:
             job.commits += _commits(row, job.nfe)
             self._news[id(job)] = job
         job.nfe = row.nfe
-        if row.live and job.deadline is not None and time.monotonic() > job.deadline:
-            engine.evict(row.slot)
-            del self._running[row.slot]
-            self._miss(job)
-            return
         if row.failed:
             engine.evict(row.slot)
             self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))

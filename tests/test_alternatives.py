@@ -88,6 +88,17 @@ def test_a_row_that_asks_decodes_as_one_that_does_not(engine):
         np.testing.assert_array_equal(a[done], b[done])
 
 
+def test_nothing_of_an_earlier_request_is_shown(engine):
+    """Positions that a request was given, such as text behind its masks, have none."""
+    long = dataclasses.replace(FEW, max_tokens=30, block_size=30, alternatives=5)
+    watch(engine, [(PROMPT, long)])
+    mask = engine.model.mask_id
+    infill = DecodeConfig(decoder="llada", max_tokens=0, infill=True, early_stop=False, alternatives=5)
+    _, committed, _, _, values = watch(engine, [([5, mask, 17, 40], infill)])[0]
+    assert (committed[:4] > 0).tolist() == [False, True, False, False]
+    assert np.isfinite(values[1, :5]).all() and np.isneginf(values[[0, 2, 3]]).all() and np.isneginf(values[4:]).all()
+
+
 def test_more_than_there_are_is_refused_by_name():
     with pytest.raises(RequestError, match="alternatives"):
         DecodeConfig(alternatives=MAX_ALTERNATIVES + 1)

@@ -86,6 +86,20 @@ def test_rows_that_sit_out_steps_end_as_if_they_had_not(engine):
     assert [done[slot] for slot in range(ROWS)] == expected and misses() == 0
 
 
+def test_time_in_which_nobody_reads_is_no_cost(engine):
+    engine.insert(0, "a", [1, 2, 3], DecodeConfig(max_tokens=30, skip_threshold=1.0))
+    engine.step()
+    engine.step()
+    known, cost = engine.last_call, dict(engine.costs.table())
+    engine.evict(0)  # a client that has left; its call is still in flight
+    engine.step()
+    assert engine.last_call is known and engine.costs.table() == cost
+    engine.insert(0, "b", [1, 2, 3], DecodeConfig(max_tokens=30, skip_threshold=1.0))
+    engine.step()
+    engine.step()
+    assert engine.last_call is not known
+
+
 def test_when_all_are_held_nothing_runs(engine):
     engine.insert(0, "a", [1, 2, 3], DecodeConfig(max_tokens=8))
     calls = engine.counters.calls

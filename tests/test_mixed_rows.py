@@ -281,8 +281,12 @@ def test_a_guided_row_starts_however_few_positions_a_step_has(golden):
 def test_the_shadow_of_a_guided_row_is_its_own(engine):
     engine.reset()
     guided = DecodeConfig(decoder="llada", max_tokens=8, block_size=8, cfg_scale=1.0)
-    with pytest.raises(ValueError, match="another one"):
+    with pytest.raises(ValueError, match="one above"):
         engine.insert(0, "a", [5], guided, shadow=0)
+    with pytest.raises(ValueError, match="one above"):
+        engine.insert(3, "a", [5], guided, shadow=2)
+    with pytest.raises(ValueError, match="none above"):
+        engine.insert(ROWS - 1, "a", [5], guided)
     engine.insert(0, "a", [5], guided, shadow=3)
     assert engine.free_slots == [1, 2, 4, 5]
     with pytest.raises(ValueError, match="slot 3 shadows another"):

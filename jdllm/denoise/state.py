@@ -278,8 +278,10 @@ def insert(state: State, slot: Array, request: Request) -> State:
 
 
 def read_alternatives(state: State, slot: Array) -> tuple[Array, Array]:
-    """``alternative_ids`` and ``alternative_logprobs`` [S, A] of one slot."""
-    return state.alternative_ids[slot], state.alternative_logprobs[slot]
+    """``alternative_ids`` and ``alternative_logprobs`` [S, A] of one slot; log-probabilities are -inf at positions that
+    it has not committed, where the arrays hold what an earlier request left."""
+    known = state.committed[slot][:, None] > 0
+    return state.alternative_ids[slot], jnp.where(known, state.alternative_logprobs[slot], -jnp.inf)
 
 
 def evict(state: State, slot: Array) -> State:

@@ -19,7 +19,7 @@ def arrival_order(refresh: Pass) -> tuple[float, ...]:
 
 
 def fewest_remaining_blocks(refresh: Pass) -> tuple[float, ...]:
-    """The request that is nearest to its end first."""
+    """The request that is nearest to its end first. (A long one may wait as long as shorter ones keep coming.)"""
     return refresh.blocks_left, refresh.arrived, refresh.key
 
 

@@ -2,7 +2,8 @@
 
 Their rule is for prefill and decode of autoregressive models; a refresh is our prefill. A step of refreshes costs a_p
 however few they are, so they are gathered: decoding goes on until a share theta of the rows waits for a refresh (in the
-paper: until so many slots are free), then only refreshes run until none waits.
+paper: until so many slots are free), then all that wait have it in one step. A step of decoding follows in any case, so
+that rows that refresh in every pass, or ever new ones, keep nobody waiting for ever.
 
 Where a row comes to its refresh with probability p in each step, and a decoding step costs a_d, the best share is the
 root of theta/(1 - theta) + ln(1 - theta) = p a_p / a_d (``best_share``), the limit for many rows of a rule that counts
@@ -23,7 +24,7 @@ class Exclusive(Slot):
         theta: share of the rows that gather for a refresh; 0: each as soon as it is due (alone all the same).
 
     Attributes:
-        refreshing: which of the two phases it is in.
+        refreshing: the last step was one of refreshes.
     """
 
     holds = True
@@ -39,7 +40,7 @@ class Exclusive(Slot):
         due = [one.key for one in passes if one.refresh]
         decoding = [one.key for one in passes if not one.refresh]
         enough = len(due) >= max(1, math.ceil(self.theta * len(passes)))
-        self.refreshing = bool(due) and (self.refreshing or enough or not decoding)
+        self.refreshing = bool(due) and (not decoding or (enough and not self.refreshing))
         return decoding if self.refreshing else due
 
 

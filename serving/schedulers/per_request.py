@@ -7,12 +7,17 @@ from jdllm.serving.schedulers.view import Pass
 
 
 class PerRequest(Slot):
-    """Requests take slots as they come, but a step runs one row: the one that has had the fewest passes, so that all
-    advance alike; among equals the oldest."""
+    """Requests take slots as they come, but a step runs one row, each in turn."""
 
     holds = True
 
+    def __init__(self) -> None:
+        self._last = -1
+
     def hold(self, passes: Sequence[Pass]) -> Sequence[int]:
-        """All but one."""
-        chosen = min(passes, key=lambda one: (one.passes, one.arrived, one.key), default=None)
-        return [one.key for one in passes if one is not chosen]
+        """All but the next slot's, behind the last that had its turn."""
+        if not passes:
+            return ()
+        keys = [one.key for one in passes]
+        self._last = min((key for key in keys if key > self._last), default=min(keys))
+        return [key for key in keys if key != self._last]

@@ -14,11 +14,12 @@ def rows(due: int, decoding: int) -> list[Pass]:
     return [Pass(key, 8, refresh=key < due) for key in range(due + decoding)]
 
 
-def test_refreshes_gather_then_run_until_none_waits():
+def test_refreshes_gather_then_run_together():
     rule = Exclusive(0.5)
     assert rule.hold(rows(1, 3)) == [0]
     assert rule.hold(rows(2, 2)) == [2, 3]
-    assert rule.hold(rows(1, 3)) == [1, 2, 3]  # one came late, and goes too
+    assert rule.hold(rows(3, 1)) == [0, 1, 2]  # those that decode come between
+    assert rule.hold(rows(3, 1)) == [3]
     assert rule.hold(rows(0, 4)) == [] and not rule.refreshing
     assert rule.hold(rows(1, 3)) == [0]
 
@@ -28,13 +29,21 @@ def test_nobody_waits_for_others_that_are_not_there():
     assert Exclusive(0.0).hold(rows(1, 7)) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_rows_that_refresh_in_every_pass_keep_nobody_waiting():
+    rule = Exclusive(0.3)
+    assert sum(0 in rule.hold(rows(3, 1)[::-1]) for _ in range(20)) == 10
+    decoded = sum(3 not in rule.hold(rows(3, 1)) for _ in range(20))
+    assert decoded == 10
+
+
 @given(st.floats(0, 1), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
 def test_the_two_never_share_a_step_and_somebody_steps(theta, states):
     rule = Exclusive(theta)
     for due, decoding in states:
         passes = rows(due, decoding)
         if passes:
-            stepping = [one for one in passes if one.key not in set(rule.hold(passes))]
+            held = set(rule.hold(passes))
+            stepping = [one for one in passes if one.key not in held]
             assert stepping and len({one.refresh for one in stepping}) == 1
 
 

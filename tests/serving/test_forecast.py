@@ -25,6 +25,8 @@ def test_the_rate_is_that_of_the_last_arrivals():
     assert forecast.rate == 2
     forecast.arrived(6.5)
     assert forecast.rate == pytest.approx(1 / 0.55)
+    forecast.arrived(10.5, count=8)  # eight choices of one call: half a second each
+    assert forecast.rate == pytest.approx(1 / 0.545)
 
 
 def test_a_full_queue_says_how_long_it_is(serve, kit):

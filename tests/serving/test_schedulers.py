@@ -58,6 +58,22 @@ def test_one_row_a_step_lets_all_advance_alike(serve, kit):
     assert together and seen[first_end + 1 :].count(seen[first_end]) == 0
 
 
+def test_a_row_that_is_held_for_ever_misses_its_deadline(serve, kit):
+    class First(Slot):
+        holds = True
+
+        def hold(self, passes):
+            return [one.key for one in passes if one.key]
+
+    server = serve(kit.says("x", end=False), rows=2, policy=First(), step_seconds=0.005)
+    threads = ask(server, 1, max_tokens=100)
+    kit.until(lambda: server.metric("jdllm_requests_running") == 1)
+    assert server.complete("late", max_tokens=4, deadline_ms=80).status_code == 504
+    for thread in threads:
+        thread.join(10)
+    assert server.metric("jdllm_requests_finished_total") == 1 and not server.engine.rows
+
+
 def test_sangams_rule_lets_decoding_rows_go_on(serve, kit):
     """First passes are refreshes of eight positions here: with a budget of eight they go in one by one."""
     server = serve(kit.says("x", end=False), rows=4, policy=Deficit(8), step_seconds=0.002)
@@ -67,8 +83,9 @@ def test_sangams_rule_lets_decoding_rows_go_on(serve, kit):
     assert server.metric("jdllm_requests_finished_total") == 4
 
 
-def ask(server, count: int) -> list[threading.Thread]:
-    threads = [threading.Thread(target=server.complete, args=("a",), kwargs={"max_tokens": 8}) for _ in range(count)]
+def ask(server, count: int, max_tokens: int = 8) -> list[threading.Thread]:
+    settings = {"max_tokens": max_tokens}
+    threads = [threading.Thread(target=server.complete, args=("a",), kwargs=settings) for _ in range(count)]
     for thread in threads:
         thread.start()
     return threads
