@@ -83,7 +83,7 @@ class Gate:
         finally:
             known = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:MAX_PATH]}
             known |= {"status": status or None, "seconds": round(time.perf_counter() - begin, 6)}
-            level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             log.log(level, "request", extra=fields(**known, **state.get("fields", {})))
 
     def _check(self, path: str, headers: Headers) -> None:
