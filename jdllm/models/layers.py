@@ -81,7 +81,8 @@ def attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     grouped = q.reshape(rows, length, k.shape[1], heads // k.shape[1], size)
     scores = jnp.einsum("RTKGH,RKSH->RKGTS", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    # Any number will do there, so no gradient passes through it.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     # Divided by their sum after the product, which has fewer numbers.
     out = jnp.einsum("RKGTS,RKSH->RKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     out = (out / jnp.sum(weights, axis=-1, keepdims=True)).astype(v.dtype)

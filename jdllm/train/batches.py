@@ -20,6 +20,8 @@ Batch = dict[str, np.ndarray]
 BUCKET = 32
 LONGEST = 288
 TOKENS = 2048
+EVEN = 2
+"""A batch has a multiple of this many rows, so that two cores share them without filling up."""
 ROUND = 24
 PADDING_WEIGHT = 0.15
 """Loss weight of end-of-text tokens behind the first: most of a canvas, and easy."""
@@ -108,7 +110,7 @@ def _groups(rows: list[Row]) -> Iterator[tuple[int, list[Row]]]:
     carried: list[Row] = []
     for length, group in sorted(by_length.items()):
         carried += group
-        size = TOKENS // length
+        size = TOKENS // length // EVEN * EVEN
         while len(carried) >= size:
             # From the long end, so that what is left over moves up to the next bucket and is never lost before it.
             yield length, carried[-size:]
