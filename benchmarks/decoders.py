@@ -21,13 +21,14 @@ import numpy as np
 import jdllm.checkpoint
 from benchmarks import tables
 from benchmarks.cases import Case
+from jdllm.batch import Asked, decode_all
 from jdllm.config import DecodeConfig, EngineConfig
 from jdllm.convert.adapter import read_adapter
 from jdllm.denoise.request import request
 from jdllm.denoise.state import State, empty_state, insert
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine
+from jdllm.engine import Engine, Row
 from jdllm.runtime import SHIPPED
 from jdllm.train import evaluate, tokenizer
 from jdllm.train.tasks import Task, held_out
@@ -60,16 +61,8 @@ def open_engine() -> Engine:
 
 def run(engine: Engine, requests: Sequence[tuple[Name, list[int], DecodeConfig]]) -> Outcome:
     """Decode all requests, each taking the next free slot."""
-    waiting = list(requests)[::-1]
-    out: dict[Any, tuple[list[int], int]] = {}
-    while len(out) < len(requests):
-        for slot in engine.free_slots[: len(waiting)]:
-            engine.insert(slot, *waiting.pop())
-        for row in engine.step():
-            if not row.live:
-                out[row.handle] = (row.ids, row.nfe)
-                engine.evict(row.slot)
-    return out
+    ended = decode_all(engine, [Asked(*request) for request in requests])
+    return {handle: (row.ids, row.nfe) for handle, row in ended if isinstance(row, Row)}  # type: ignore[misc]
 
 
 def measure_decoders(count: int, log: Callable[[str], None]) -> list[dict[str, Any]]:

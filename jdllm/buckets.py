@@ -31,7 +31,11 @@ def choose_bucket(buckets: Sequence[Bucket], widths: np.ndarray) -> Bucket | Non
     """
     if not widths.any():
         return None
-    rows, packed = int(np.flatnonzero(widths)[-1]) + 1, int(widths.sum())
+    return smallest_bucket(buckets, int(np.flatnonzero(widths)[-1]) + 1, int(widths.sum()))
+
+
+def smallest_bucket(buckets: Sequence[Bucket], rows: int, packed: int) -> Bucket:
+    """The cheapest for so many slots and positions, else the widest."""
     fits = [b for b in buckets if b.rows >= rows and b.packed >= packed]
     return min(fits, key=lambda b: (b.packed, b.rows)) if fits else buckets[-1]
 

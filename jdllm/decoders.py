@@ -150,6 +150,24 @@ def _ranking(decode: DecodeConfig, alg: str) -> dict[str, Any]:
     return {"confidence": RANKINGS.index(kind), "confidence_temperature": decode.alg_temp}
 
 
+def threshold(decode: DecodeConfig, model: ModelConfig) -> float | None:
+    """The probability at which a request commits positions; None where its decoder has no such rule."""
+    numbers, _ = _find(decode.decoder, model.family).numbers(decode, model, [1])
+    if numbers.get("sure_above", np.inf) == np.inf:
+        return None
+    return decode.skip_threshold if decode.decoder == "d2f" else 0.9 if decode.threshold is None else decode.threshold
+
+
+def sure_above(decode: DecodeConfig, threshold: float) -> float:
+    """Rows' ``sure_above`` of the same request with another threshold."""
+    return threshold if decode.decoder == "d2f" else at_least(threshold)
+
+
+def refreshes(decode: DecodeConfig) -> bool:
+    """Whether every block begins with a pass over the whole canvas, and its other passes are narrower."""
+    return decode.decoder == "fast-dllm" and decode.cache != "none"
+
+
 _BLOCKS = frozenset(("block_size",))
 _FILTERS = frozenset(("top_p", "top_k"))
 _D2F = Decoder(

@@ -7,7 +7,7 @@ that the last report names. Everything else happens in the compiled step.
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -19,11 +19,19 @@ from jax import Array
 
 from jdllm import decoders
 from jdllm.adapters import Adapter, stack
-from jdllm.buckets import choose_bucket, make_buckets
+from jdllm.buckets import choose_bucket, make_buckets, smallest_bucket
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.costs import CostTable
 from jdllm.denoise.request import first_width, request
-from jdllm.denoise.state import REPORT_FIELDS, abstract_state, empty_state, evict, insert, read_alternatives
+from jdllm.denoise.state import (
+    REPORT_FIELDS,
+    abstract_state,
+    empty_state,
+    evict,
+    insert,
+    read_alternatives,
+    set_thresholds,
+)
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
 from jdllm.models.llada import Params
@@ -42,6 +50,7 @@ class Row:
         prefix: end of the committed left-to-right text (exclusive): the first masked position, or ``length``.
         stop: position of the first stop id inside the prefix, or -1.
         nfe: forward passes of this row so far.
+        width: positions of its next window; 0 once it is not live.
         tokens: int32 [S], the canvas; masked positions hold the mask id.
         logprobs: float32 [S], log-probability of each committed token in the pass that committed it.
         committed: int32 [S], the pass that committed each position, from 1; 0 where none has.
@@ -56,6 +65,7 @@ class Row:
     prefix: int
     stop: int
     nfe: int
+    width: int
     tokens: np.ndarray
     _call: "_Call | None" = dataclasses.field(default=None, repr=False)
 
@@ -100,6 +110,7 @@ class Pass:
         width: positions of its window, its shadow's among them.
         refresh: the window is its whole canvas.
         nfe: forward passes that it has had.
+        prefix: end of its committed left-to-right text (exclusive); 0 before its first report.
     """
 
     slot: int
@@ -107,6 +118,7 @@ class Pass:
     width: int
     refresh: bool
     nfe: int
+    prefix: int
 
 
 @dataclasses.dataclass
@@ -162,7 +174,7 @@ _SHADOW = "shadow of a guided request"
 
 class Engine:
     """One device-resident batch. Not thread-safe: one thread owns it. ``counters`` says what it has done, ``costs`` how
-    long calls take, ``last_call`` the bucket and seconds of the call whose rows ``step`` returned last.
+    long calls take, ``last_call`` the bucket and seconds of the call whose rows ``read`` returned last.
 
     Args:
         params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
@@ -198,6 +210,7 @@ class Engine:
         self._insert: jax.stages.Compiled
         self._evict: jax.stages.Compiled
         self._alternatives: jax.stages.Compiled
+        self._thresholds: jax.stages.Compiled
         self._nobody = jnp.zeros(self.config.max_rows, bool)
         self.reset()
 
@@ -206,7 +219,7 @@ class Engine:
         B = self.config.max_rows
         self.state = empty_state(self.model, B, self.config.max_length, self._dtype)
         self._handles: list[Hashable | None] = [None] * B
-        self._widths, self._lengths, self._nfes = (np.zeros(B, np.int64) for _ in range(3))
+        self._widths, self._lengths, self._nfes, self._prefixes = (np.zeros(B, np.int64) for _ in range(4))
         self._shadows = list(range(B))
         self._call: _Call | None = None
 
@@ -220,7 +233,9 @@ class Engine:
         self._insert = jax.jit(insert, donate_argnums=0).lower(state, slot, shapes).compile()
         self._evict = jax.jit(evict, donate_argnums=0).lower(state, slot).compile()
         self._alternatives = jax.jit(read_alternatives).lower(state, slot).compile()
-        self.counters.compiles += 3
+        above = jax.ShapeDtypeStruct((self.config.max_rows,), jnp.float32)
+        self._thresholds = jax.jit(set_thresholds, donate_argnums=0).lower(state, above).compile()
+        self.counters.compiles += 4
 
         def build(bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
             program = jax.jit(partial(steps, model=self.model, bucket=bucket), donate_argnums=1)
@@ -285,7 +300,7 @@ class Engine:
             self.state = self._insert(self.state, np.int32(place), asked)
             self._handles[place] = handle if place == slot else _SHADOW
             self._widths[place] = self._lengths[place] = first_width(asked)
-            self._nfes[place] = 0
+            self._nfes[place] = self._prefixes[place] = 0
         self._shadows[slot] = shadow
         self._inserted += 1
 
@@ -302,6 +317,19 @@ class Engine:
             h is None for h in self._handles
         ):  # nobody will read it soon: its time says nothing
             self._call = dataclasses.replace(self._call, begin=None)
+
+    def set_thresholds(self, above: Mapping[int, float]) -> None:
+        """From the next call on these slots commit positions whose probability is strictly above this
+        (jdllm.decoders.sure_above), as if they had asked for it."""
+        values = np.full(self.config.max_rows, np.nan, np.float32)
+        values[list(above)] = list(above.values())
+        self.state = self._thresholds(self.state, values)
+
+    def step_seconds(self, rows: int, positions: int) -> float:
+        """What a denoising step of the first ``rows`` slots costs whose windows have so many positions together, as
+        measured; 0 where nothing was."""
+        bucket = smallest_bucket(self.buckets, rows, positions)
+        return self.costs.of(bucket) / bucket.steps
 
     def alternatives(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """The most probable tokens, int32 [S, A], and their log-probabilities, float32 [S, A], at every position that
@@ -322,14 +350,19 @@ class Engine:
         return [slot for slot, handle in enumerate(self._handles) if handle is None]
 
     def step(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> list[Row]:
-        """Dispatch one call of the compiled step; return the rows of the call before it, whose sizes chose this
-        call's bucket. The device works on the new call while the caller uses the rows. When no row is live nothing is
-        dispatched, and [] comes back once every report has been read.
+        """``read`` and ``dispatch``: one call of the compiled step, and the rows of the call before it, which the
+        caller uses while the device works. [] comes back once no row is live and every report has been read."""
+        rows = self.read()
+        self.dispatch(hold)
+        return rows
+
+    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> None:
+        """Start one call of the compiled step, its bucket chosen by the last report; with no live row there is none.
 
         Args:
             hold: told what each row would do in the new call, answers with the slots that take no part in it.
         """
-        rows, widths, held = self._read(), self._widths, self._nobody
+        widths, held = self._widths, self._nobody
         if hold is not None and (slots := list(hold(self._passes()))):
             slots += [self._shadows[slot] for slot in slots]
             mask = np.zeros(self.config.max_rows, bool)
@@ -343,7 +376,6 @@ class Engine:
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps
-        return rows
 
     def _passes(self) -> list[Pass]:
         """The next pass of every row, shadows left out."""
@@ -352,11 +384,12 @@ class Engine:
             width, length, nfe = (int(numbers[slot]) for numbers in (self._widths, self._lengths, self._nfes))
             if width and handle is not _SHADOW:
                 twice = 2 if self._shadows[slot] != slot else 1
-                found.append(Pass(slot, handle, twice * width, width == length, nfe))
+                found.append(Pass(slot, handle, twice * width, width == length, nfe, int(self._prefixes[slot])))
         return found
 
-    def _read(self) -> list[Row]:
-        """Wait for the call in flight; update the widths of the rows that are still the ones it ran."""
+    def read(self) -> list[Row]:
+        """Wait for the call in flight and return its rows, those that are still what it ran; [] where there is none.
+        Slots that have ended may be evicted and filled again before the next ``dispatch``."""
         call, self._call = self._call, None
         if call is None:
             return []
@@ -371,8 +404,9 @@ class Engine:
             handle = call.handles[slot]
             if handle is None or handle is _SHADOW or handle is not self._handles[slot]:
                 continue
-            self._widths[[slot, self._shadows[slot]]] = report.pop("width")
+            self._widths[[slot, self._shadows[slot]]] = report["width"]
             self._lengths[slot], self._nfes[slot] = report["length"], report["nfe"]
+            self._prefixes[slot] = report["prefix"]
             tokens = numbers[len(REPORT_FIELDS) :]
             flags = {name: bool(report.pop(name)) for name in ("live", "failed")}
             rows.append(Row(slot=slot, handle=handle, tokens=tokens, _call=call, **flags, **report))

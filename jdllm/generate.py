@@ -7,7 +7,6 @@ the engine's slots. A bad line is reported with its number and the others still 
 
 import argparse
 import codecs
-import collections
 import contextlib
 import dataclasses
 import json
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from jdllm import runtime, tokenizer
+from jdllm.batch import Asked, decode_all
 from jdllm.config import MAX_LENGTH, ConfigError, DecodeConfig, ModelConfig, RequestError
 from jdllm.decoders import canvas_needed, check, decode_config, slots_needed
 from jdllm.runtime import NOT_FINITE, UsageError
@@ -173,34 +173,18 @@ def _prompt_ids(kind: str, value: Any, model: ModelConfig, words: Tokenizer | No
     return tokenizer.check_prompt(ids, model, kind)
 
 
-def run_lines(engine: "Engine", max_rows: int, lines: Sequence[Line], words: Tokenizer | None) -> Iterator[Line]:
+def run_lines(engine: "Engine", lines: Sequence[Line], words: Tokenizer | None) -> Iterator[Line]:
     """Decode every line that has no result yet; yields each as it ends."""
-    waiting = collections.deque(line for line in lines if line.result is None)
-    free, taken = list(range(max_rows)), {}
-    while True:
-        while waiting and len(free) >= min(slots_needed(waiting[0].decode), max_rows):
-            line = waiting.popleft()
-            slots = free[: slots_needed(line.decode)]
-            try:
-                engine.insert(slots[0], line, line.prompt_ids, line.decode, slots[-1])
-            except RequestError as error:
-                line.fail(str(error))
-                yield line
-                continue
-            taken[slots[0]] = slots
-            free = free[len(slots) :]
-        if not taken:
-            return
-        for row in engine.step():
-            if not row.live:
-                yield _finished(row, words)
-                engine.evict(row.slot)
-                free = sorted([*free, *taken.pop(row.slot)])
+    asked = [Asked(line, line.prompt_ids, line.decode) for line in lines if line.result is None]
+    for line, row in decode_all(engine, asked):
+        assert isinstance(line, Line)
+        yield _finished(line, row, words)
 
 
-def _finished(row: "Row", words: Tokenizer | None) -> Line:
-    line = row.handle
-    assert isinstance(line, Line)
+def _finished(line: Line, row: "Row | RequestError", words: Tokenizer | None) -> Line:
+    if isinstance(row, RequestError):
+        line.fail(str(row))
+        return line
     if row.failed:
         line.fail(NOT_FINITE)
         return line
@@ -278,7 +262,7 @@ def _generate(
         engine.compile(lambda done, total, text: _progress(f"compiled {done} of {total}: {text}"))
         begin = time.monotonic()
         written = 0
-        for done, _ in enumerate(run_lines(engine, rows, good, words), 1):
+        for done, _ in enumerate(run_lines(engine, good, words), 1):
             written = _write(sink, lines, written)
             _progress(f"{done} of {len(good)} lines, {time.monotonic() - begin:.1f} s", last=done == len(good))
     else:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jdllm.config import RequestError
-from jdllm.decoders import check_request
+from jdllm.decoders import check_request, threshold
 from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
 from jdllm.serving.gate import new_id
@@ -247,7 +247,7 @@ def open_call(
     if request.infill and request.stop:
         raise RequestError("stop", "is not possible with infill, whose answer holds text that was given")
     stops, (wants_logprobs, alternatives) = request.stop_strings(), request.wanted_logprobs()
-    seconds, priority = request.timing()
+    seconds, slo, priority = request.timing()
     n = 1 if request.n is None else request.n
     heads: list[str] = []
     if isinstance(request, ChatRequest):
@@ -299,7 +299,8 @@ def open_call(
             decode = settings if own == seed else dataclasses.replace(settings, seed=own)
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
             job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
-            job.deadline = None if seconds is None else job.arrived + seconds
+            job.deadline, job.slo = None if seconds is None else job.arrived + seconds, slo
+            job.wanted = job.threshold = threshold(decode, model.config)
             job.commits = [] if request.canvas else None
             job.request_id = request_id
             jobs.append(job)

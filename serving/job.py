@@ -40,6 +40,11 @@ class Job:
             0 until then.
         request_id: of the call that it belongs to, for the log.
         deadline: by time.monotonic; when it ends with an error if it has not ended, or None.
+        slo: seconds from its arrival in which it wants to have ended, or None; it goes on if it has not.
+        wanted, threshold: the probability at which its positions are to be committed, and are at present; None where
+            its decoder has no such rule.
+        number: in order of submission.
+        width: positions of its next window, as of the last report; 0 before.
         logprobs: the answer shall have those of its tokens.
         commits: what the canvas got, in order (``Commit``), or None where nobody watches.
         priority: lower ones leave the queue first; equal ones in order of arrival.
@@ -64,6 +69,11 @@ class Job:
     request_id: str = ""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     deadline: float | None = None
+    slo: float | None = None
+    wanted: float | None = None
+    threshold: float | None = None
+    number: int = 0
+    width: int = 0
     priority: int = 0
     logprobs: bool = False
     commits: list[Commit] | None = None

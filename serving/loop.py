@@ -7,22 +7,24 @@ leave at any step. One that misses its deadline leaves with an error, wherever i
 
 import bisect
 import gc
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jdllm.config import RequestError
-from jdllm.decoders import slots_needed
+from jdllm.decoders import slots_needed, sure_above
 from jdllm.runtime import NOT_FINITE, default_max_tokens
+from jdllm.serving import outlook
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
 from jdllm.serving.forecast import Forecast
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
-from jdllm.serving.schedulers import Pass, Policy, Slot, View, Waiting
+from jdllm.serving.schedulers import Policy, Slot, View
 from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
@@ -69,6 +71,7 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.draining = False
         self._stopping = False
+        self._numbers = itertools.count()
         self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
         self._news: dict[int, Job] = {}
@@ -115,6 +118,7 @@ class EngineLoop:
             self._metrics.admitted.inc(len(jobs))
             self._forecast.arrived(jobs[0].arrived, len(jobs))
             for job in jobs:
+                job.number = next(self._numbers)
                 place = bisect.bisect_right(self._waiting, job.priority, key=lambda waiting: waiting.priority)
                 self._waiting.insert(place, job)
             self._changed.notify()
@@ -237,6 +241,14 @@ class EngineLoop:
     def _serve(self, engine: "Engine") -> None:
         """Step while there is work, sleep while there is none; returns when told to stop."""
         while True:
+            rows = self._report(engine) if self._running else []
+            # Rows that have ended leave before the next call, so that others have their slots in it. Everything else
+            # that a report says is read while the device works.
+            for row in rows:
+                if not row.live:
+                    self._read(engine, row)
+            if not self._running:
+                self._post_news()
             with self._changed:
                 while not (self._waiting or self._running or self._stopping):
                     self._changed.wait()
@@ -249,8 +261,8 @@ class EngineLoop:
                     del self._running[slot]
                 for job in late:
                     self._miss(job)
-                joined = self._admit()
-                if not (joined or late or left or self._running):  # the policy lets them wait
+                joined, thresholds = self._decide(engine)
+                if not (joined or left or self._running or self._news):  # the policy lets them wait
                     until = min([self._wake, *(job.deadline for job in self._waiting if job.deadline is not None)])
                     pause = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
                     self._changed.wait(None if until == math.inf else pause)
@@ -261,45 +273,78 @@ class EngineLoop:
                 engine.evict(slot)
             for job in joined:
                 self._insert(engine, job)
+            if thresholds:
+                self._set_thresholds(engine, thresholds)
             if self._running:
-                before, rows = engine.last_call, engine.step(self._hold if self._policy.holds else None)
-                if engine.last_call is not None and engine.last_call is not before:
-                    bucket, seconds = engine.last_call
-                    self._metrics.step_seconds.labels(f"{bucket.rows}x{bucket.packed}").observe(seconds)
+                engine.dispatch(self._hold if self._policy.holds else None)
                 self._metrics.steps.inc()
                 for row in rows:
-                    self._read(engine, row)
+                    if row.live:
+                        self._read(engine, row)
             self._post_news()
 
-    def _admit(self) -> list[Job]:
-        """Move those that the policy admits to the lowest free slots. (While it shuts down the server keeps nobody
-        waiting for a batch to fill.)"""
+    def _report(self, engine: "Engine") -> "list[Row]":
+        """The rows of the call in flight."""
+        before, rows = engine.last_call, engine.read()
+        if engine.last_call is not None and engine.last_call is not before:
+            bucket, seconds = engine.last_call
+            self._metrics.step_seconds.labels(f"{bucket.rows}x{bucket.packed}").observe(seconds)
+        return rows
+
+    def _decide(self, engine: "Engine") -> tuple[list[Job], Mapping[int, float]]:
+        """Ask the policy. Move those that it admits to the lowest free slots, end those that it sheds; return the
+        former, and by slot the thresholds that it changes. (While it shuts down the server keeps nobody waiting for a
+        batch to fill.)"""
         taken = {slot for job in self._running.values() for slot in job.slots}
         free, joined = [slot for slot in range(self._slots) if slot not in taken], []
         self._wake = math.inf
-        if not free or not self._waiting:
-            return []
-        waiting = [Waiting(i, job.arrived, slots_needed(job.decode)) for i, job in enumerate(self._waiting)]
-        view = View(waiting, len(free), self._slots, self._forecast.rate, self._forecast.service)
-        actions = (Slot() if self.draining else self._policy).decide(view, time.monotonic())
+        policy = Slot() if self.draining else self._policy
+        if not policy.steers and not (free and self._waiting):
+            return [], {}
+        assert self.model is not None
+        waiting = {job.number: job for job in self._waiting}
+        view = View(
+            [outlook.waiting(job) for job in self._waiting],
+            len(free),
+            self._slots,
+            self._forecast.rate,
+            self._forecast.service,
+            len(free) * self.model.max_length,
+            [outlook.running(job) for job in self._running.values()] if policy.steers else (),
+            engine.step_seconds,
+        )
+        actions = policy.decide(view, time.monotonic())
         self._wake = actions.wake
-        jobs = [self._waiting[i] for i in actions.admit]
-        self._waiting = [job for job in self._waiting if job not in jobs] if jobs else self._waiting
-        for job in jobs:
+        for number in actions.shed:
+            self._shed(waiting.pop(number))
+        for number in actions.admit:
+            job = waiting.pop(number)
             job.slots, free = free[: slots_needed(job.decode)], free[slots_needed(job.decode) :]
             self._running[job.slots[0]] = job
             joined.append(job)
-        return joined
+        if actions.admit or actions.shed:
+            self._waiting = [job for job in self._waiting if job.number in waiting]
+        return joined, actions.thresholds
 
     def _hold(self, passes: "list[EnginePass]") -> list[int]:
         """Slots that the policy lets sit out the next step."""
-        found = []
-        for one in passes:
-            job = self._running[one.slot]
-            left = max(job.decode.max_tokens - job.read, 1)
-            blocks = -(-left // job.decode.block_size)
-            found.append(Pass(one.slot, one.width, one.refresh, job.arrived, one.nfe, blocks))
-        return list(self._policy.hold(found))
+        return list(self._policy.hold(outlook.passes(passes, self._running)))
+
+    def _set_thresholds(self, engine: "Engine", thresholds: Mapping[int, float]) -> None:
+        changed = {}
+        for slot, threshold in thresholds.items():
+            if job := self._running.get(slot):
+                job.threshold = threshold
+                changed[slot] = sure_above(job.decode, threshold)
+        engine.set_thresholds(changed)
+
+    def _shed(self, job: Job) -> None:
+        """End a job that the policy does not want to serve."""
+        self._metrics.failed.inc()
+        self._metrics.shed.inc()
+        self._news[id(job)] = job
+        text = "the server has too much to do for this answer to be in time"
+        job.error = ApiError(503, text, code="shed", headers=retry_headers(1))
 
     def _late(self) -> list[Job]:
         """Those that have missed their deadlines, in slots (whether they step or not) and in the queue, which they
@@ -333,7 +378,7 @@ class EngineLoop:
         if job.commits is not None and row.nfe > job.nfe:
             job.commits += _commits(row, job.nfe)
             self._news[id(job)] = job
-        job.nfe = row.nfe
+        job.nfe, job.width = row.nfe, row.width
         if row.failed:
             engine.evict(row.slot)
             self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))
@@ -372,6 +417,8 @@ class EngineLoop:
         self._metrics.finished.labels(reason).inc()
         self._count(job)
         self._metrics.request_seconds.observe(now - job.arrived)
+        if job.slo is not None:
+            self._metrics.slo.labels("yes" if now - job.arrived <= job.slo else "no").inc()
         self._news[id(job)] = job
         del self._running[slot]
         job.finish_reason = reason  # last: whoever sees it may read everything else

@@ -77,6 +77,8 @@ class Metrics:
         self.finished = counter("requests_finished", "Requests answered in full.", "finish_reason")
         self.cancelled = counter("requests_cancelled", "Requests whose client left, or that a shutdown cut.")
         self.failed = counter("requests_failed", "Requests that an error inside the engine ended.")
+        self.shed = counter("requests_shed", "Of those: that the scheduler did not want to serve.")
+        self.slo = counter("requests_with_slo", "Requests with an SLO that were answered in full.", "kept")
         self.rejected = counter("requests_rejected", "Requests not taken into the queue.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered calls.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens of answered calls.")

@@ -165,6 +165,7 @@ LIMITS: dict[str, Schema] = {
     "max_completion_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
     "deadline_ms": {"exclusiveMinimum": 0, "maximum": schemas.MOST_MILLISECONDS},
+    "slo_ms": {"exclusiveMinimum": 0, "maximum": schemas.MOST_MILLISECONDS},
     "priority": {"minimum": -(1 << 30), "maximum": 1 << 30},
     "top_logprobs": {"minimum": 0, "maximum": MAX_ALTERNATIVES},
     "temperature": {"minimum": 0, "maximum": 2},

@@ -76,6 +76,7 @@ class _Request(BaseModel):
     canvas: StrictBool | None = None
     min_tokens: StrictInt | None = None
     deadline_ms: StrictFloat | None = None
+    slo_ms: StrictFloat | None = None
     priority: StrictInt | None = None
 
     max_tokens: StrictInt | None = None
@@ -112,14 +113,18 @@ class _Request(BaseModel):
             raise RequestError("stop", f"{len(stops)} strings; at most {MAX_STOPS} are possible")
         return [s for s in stops if s]
 
-    def timing(self) -> tuple[float | None, int]:
-        """Seconds that the request has, or None, and its priority."""
-        if self.deadline_ms is not None and not 0 < self.deadline_ms <= MOST_MILLISECONDS:
-            raise RequestError("deadline_ms", f"{self.deadline_ms!r} must be above 0, at most {MOST_MILLISECONDS}")
+    def timing(self) -> tuple[float | None, float | None, int]:
+        """Seconds that the request has before it is ended, and in which it wants to have ended, by default the same;
+        and its priority."""
+        for name in ("deadline_ms", "slo_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MOST_MILLISECONDS:
+                raise RequestError(name, f"{value!r} must be above 0, at most {MOST_MILLISECONDS}")
         priority = self.priority or 0
         if abs(priority) > 1 << 30:
             raise RequestError("priority", f"{priority} must be from {-(1 << 30)} to {1 << 30}")
-        return (None if self.deadline_ms is None else self.deadline_ms / 1000), priority
+        deadline, slo = (None if ms is None else ms / 1000 for ms in (self.deadline_ms, self.slo_ms))
+        return deadline, deadline if slo is None else slo, priority
 
     def decode(
         self, family: str, defaults: Mapping[str, Any], words: Tokenizer, ours: Mapping[str, Any]

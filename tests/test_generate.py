@@ -118,7 +118,7 @@ def written(line: Line) -> bytes:
 @pytest.mark.parametrize("name", ["\ud800", "é🐢", [1, {"a": None}], 7, 2.5, True, 10**30, ""])
 def test_any_id_comes_back(model, words, name):
     [line] = read(model, words, {"prompt_ids": [5], "max_tokens": 2, "id": name})
-    list(run_lines(OneStep([7]), 1, [line], words))
+    list(run_lines(OneStep([7], 1), [line], words))
     assert json.loads(written(line))["id"] == name
 
 
@@ -138,7 +138,7 @@ def test_a_byte_order_mark_begins_a_file(model, words):
 def test_without_a_tokenizer_ids_work_and_text_is_null(model):
     lines = read(model, None, {"prompt_ids": [5], "max_tokens": 2}, {"prompt": "Hi"})
     assert "no tokenizer" in lines[1].result["error"]
-    list(run_lines(OneStep([7, 8]), 2, lines[:1], None))
+    list(run_lines(OneStep([7, 8], 2), lines[:1], None))
     assert lines[0].result == {
         "id": 1, "ids": [7, 8], "canvas_ids": [7, 8], "text": None, "nfe": 1, "finish_reason": "length"
     }  # fmt: skip
@@ -147,8 +147,9 @@ def test_without_a_tokenizer_ids_work_and_text_is_null(model):
 class OneStep:
     """An engine that ends every row in one step, the later slots first, with this answer; prompts of 15 fail."""
 
-    def __init__(self, answer):
+    def __init__(self, answer, slots=2):
         self.answer, self.rows, self.most = answer, {}, 0
+        self.slots, self.called = slots, False
 
     def insert(self, slot, handle, prompt_ids, decode, shadow=None):
         if prompt_ids == [13]:
@@ -160,7 +161,16 @@ class OneStep:
     def evict(self, slot):
         del self.rows[slot]
 
-    def step(self):
+    @property
+    def free_slots(self):
+        return [slot for slot in range(self.slots) if slot not in self.rows]
+
+    def dispatch(self):
+        self.called = bool(self.rows)
+
+    def read(self):
+        if not self.called:
+            return []
         slot = max(self.rows)
         handle, prompt, decode = self.rows[slot]
         canvas = [*self.answer, *[EOS] * decode.max_tokens][: decode.max_tokens]
@@ -168,14 +178,14 @@ class OneStep:
         stop = len(prompt) + canvas.index(EOS) if EOS in canvas else -1
         tokens = np.array([*prompt, *canvas], np.int32)
         failed = prompt == [15]
-        row = dict(prompt_length=len(prompt), length=length, prefix=length, stop=stop, nfe=1, tokens=tokens)
+        row = dict(prompt_length=len(prompt), length=length, prefix=length, stop=stop, nfe=1, width=0, tokens=tokens)
         return [Row(slot=slot, handle=handle, live=False, failed=failed, **row)]
 
 
 def test_all_lines_share_the_slots_and_keep_their_answers(model, words):  # A11
     lines = read(model, words, *[{"prompt_ids": [i + 1] * (i % 5 + 1), "max_tokens": 4} for i in range(20)])
-    engine = OneStep([72, 73])
-    ended = list(run_lines(engine, 3, lines, words))
+    engine = OneStep([72, 73], 3)
+    ended = list(run_lines(engine, lines, words))
     assert engine.most == 3 and len(ended) == 20 and not engine.rows
     assert lines[4].result["ids"] == [72, 73] and lines[4].result["canvas_ids"] == [72, 73, EOS, EOS]
     assert lines[4].result["text"] == words.decode([72, 73]) and lines[4].result["finish_reason"] == "stop"
@@ -184,13 +194,13 @@ def test_all_lines_share_the_slots_and_keep_their_answers(model, words):  # A11
 
 def test_what_the_engine_refuses_is_a_bad_line(model, words):
     lines = read(model, words, {"prompt_ids": [12]}, {"prompt_ids": [13]}, {"prompt_ids": [14]})
-    list(run_lines(OneStep([72]), 1, lines, words))
+    list(run_lines(OneStep([72], 1), lines, words))
     assert ["error" in line.result for line in lines] == [False, True, False]
 
 
 def test_a_row_that_failed_is_a_bad_line(model, words, capsys):
     lines = read(model, words, {"prompt_ids": [12]}, {"prompt_ids": [15], "id": "x"}, {"prompt_ids": [14]})
-    list(run_lines(OneStep([72]), 2, lines, words))
+    list(run_lines(OneStep([72], 2), lines, words))
     assert [set(line.result) == {"id", "error"} for line in lines] == [False, True, False]
     assert lines[1].result["id"] == "x" and "line 2: the model gave non-finite numbers" in lines[1].result["error"]
     assert lines[1].result["error"] in capsys.readouterr().err
@@ -198,7 +208,7 @@ def test_a_row_that_failed_is_a_bad_line(model, words, capsys):
 
 def test_no_tokens_asked_for(model, words):
     [line] = read(model, words, {"prompt": "a", "max_tokens": 0})
-    assert list(run_lines(OneStep([72]), 1, [line], words)) == []
+    assert list(run_lines(OneStep([72], 1), [line], words)) == []
     assert line.result["canvas_ids"] == [] and line.result["nfe"] == 0
 
 

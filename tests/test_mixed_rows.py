@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from jax._src import test_util as jtu
 
+from jdllm.batch import Asked, decode_all
 from jdllm.config import DecodeConfig, EngineConfig
 from jdllm.convert.adapter import read_adapter
-from jdllm.decoders import slots_needed
+from jdllm.decoders import slots_needed, sure_above
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine
 from jdllm.serving import schedulers
-from jdllm.serving.schedulers import Deficit, Exclusive, PerRequest
+from jdllm.serving.schedulers import Block, Deficit, Exclusive, PerRequest
 
 LENGTH, ROWS = 160, 6
 GOLDEN_ADAPTER = "llada-tiny-d2f-lora"
@@ -100,7 +101,7 @@ def test_a_row_is_bit_equal_alone_and_among_any_neighbours(engine, seed):
 
 
 @pytest.mark.parametrize(
-    "policy", [PerRequest(), Deficit(96), Exclusive(0.5)], ids=lambda policy: type(policy).__name__
+    "policy", [PerRequest(), Deficit(96), Exclusive(0.5), Block()], ids=lambda policy: type(policy).__name__
 )
 def test_schedulers_that_hold_rows_change_no_token(engine, policy):
     """And keep their promises on the real engine: one row a step, a budget, two phases."""
@@ -108,7 +109,11 @@ def test_schedulers_that_hold_rows_change_no_token(engine, policy):
     steps = []
 
     def hold(passes):
-        found = [schedulers.Pass(one.slot, one.width, one.refresh, one.slot, one.nfe) for one in passes]
+        found = []
+        for one in passes:
+            prompt, decode = asked[one.handle[1]]
+            left = -(-(len(prompt) + decode.max_tokens - max(one.prefix, len(prompt))) // decode.block_size)
+            found.append(schedulers.Pass(one.slot, one.width, one.refresh, one.slot, one.nfe, left))
         held = set(policy.hold(found))
         steps.append([one for one in found if one.key not in held])
         assert steps[-1] or not found
@@ -126,6 +131,57 @@ def test_schedulers_that_hold_rows_change_no_token(engine, policy):
     if isinstance(policy, Deficit):
         refreshed = sum(one.width for step in steps for one in step if one.refresh and len(step) > 1)
         assert 0 < refreshed <= policy.budget * len(steps)
+
+
+def test_thresholds_that_change_on_the_way(engine):
+    """From the first pass on: as if asked for. Later: the passes before are those of the old threshold, and rows that
+    are not named go on as they were."""
+    prompt = [5, 9, 200]
+    d2f = lambda value: DecodeConfig(max_tokens=40, block_size=8, skip_threshold=value, early_stop=False)
+    fast = lambda value: DecodeConfig(decoder="fast-dllm", max_tokens=40, block_size=8, threshold=value)
+    high, low = [(prompt, d2f(1.0)), (prompt, fast(1.0))], [(prompt, d2f(0.01)), (prompt, fast(0.01))]
+    slow, quick = run(engine, high), run(engine, low)
+    for after in (0, 3):
+        engine.reset()
+        for slot, (ids, decode) in enumerate([*high, *high]):
+            engine.insert(slot, slot, ids, decode)
+        for _ in range(after):
+            engine.step()
+        engine.read()
+        engine.set_thresholds({slot: sure_above(high[slot][1], 0.01) for slot in (0, 1)})
+        done = {}
+        while len(done) < 4:
+            done |= {row.slot: row for row in engine.step() if not row.live and row.slot not in done}
+        for slot in (0, 1):
+            assert done[slot + 2].canvas_ids == slow[slot][0] and done[slot + 2].nfe == slow[slot][1]
+            if not after:
+                assert done[slot].canvas_ids == quick[slot][0] and done[slot].nfe == quick[slot][1]
+            else:
+                first = np.asarray(slow[slot][3])
+                early = (0 < first) & (first <= after)
+                assert (done[slot].committed[early] == first[early]).all() and done[slot].nfe < slow[slot][1]
+
+
+def test_a_slot_that_ends_is_filled_in_the_next_call(engine):
+    """No call is lost between two requests in one slot."""
+    asked = [([i + 1], DecodeConfig(max_tokens=8, block_size=4)) for i in range(4)]
+    engine.reset()
+    calls, passes = engine.counters.calls, 0
+    for _, row in decode_all(OneSlot(engine), [Asked(("row", i), *one) for i, one in enumerate(asked)]):
+        passes += row.nfe
+    assert engine.counters.calls - calls == passes
+
+
+class OneSlot:
+    """An engine that shows its first slot alone."""
+
+    def __init__(self, engine):
+        self.insert, self.evict, self.read, self.dispatch = engine.insert, engine.evict, engine.read, engine.dispatch
+        self.engine = engine
+
+    @property
+    def free_slots(self):
+        return self.engine.free_slots[: self.engine.free_slots[:1] == [0]]
 
 
 def test_no_compile_over_many_mixed_requests(engine):

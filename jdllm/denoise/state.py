@@ -284,6 +284,17 @@ def read_alternatives(state: State, slot: Array) -> tuple[Array, Array]:
     return state.alternative_ids[slot], jnp.where(known, state.alternative_logprobs[slot], -jnp.inf)
 
 
+def set_thresholds(state: State, above: Array) -> State:
+    """Let rows commit at another probability from now on.
+
+    Args:
+        above: float32 [B], the new ``sure_above`` of each slot; NaN leaves a row as it is.
+    """
+    at = _PLACES["sure_above"][0]
+    bits = jnp.where(jnp.isnan(above), state.settings[:, at], jax.lax.bitcast_convert_type(above, jnp.int32))
+    return dataclasses.replace(state, settings=state.settings.at[:, at].set(bits))
+
+
 def evict(state: State, slot: Array) -> State:
     """Free a slot."""
     itself = jnp.array([_PLACES["owner"][0], _PLACES["shadow"][0]])

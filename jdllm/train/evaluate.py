@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jdllm.checkpoint
+from jdllm.batch import Asked, decode_all
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine
+from jdllm.engine import Engine, Row
 from jdllm.models import llada
 from jdllm.train import tokenizer
 from jdllm.train.tasks import Task, held_out
@@ -115,15 +116,8 @@ def start_engine(params: llada.Params, cfg: ModelConfig, rows: int = ROWS) -> En
 def decode(engine: Engine, settings: DecodeConfig, tasks: Sequence[Task]) -> list[Decoded]:
     """Run the messages through the engine's slots, each taking the next free one."""
     text = tokenizer.build()
-    waiting = [(i, text.encode(tokenizer.prompt_text(task.message)).ids) for i, task in enumerate(tasks)][::-1]
-    out: dict[Hashable, Decoded] = {}
-    while len(out) < len(tasks):
-        for slot in engine.free_slots[: len(waiting)]:
-            engine.insert(slot, *waiting.pop(), settings)
-        for row in engine.step():
-            if not row.live:
-                out[row.handle] = Decoded(row.ids, row.nfe)
-                engine.evict(row.slot)
+    asked = [Asked(i, text.encode(tokenizer.prompt_text(task.message)).ids, settings) for i, task in enumerate(tasks)]
+    out = {handle: Decoded(row.ids, row.nfe) for handle, row in decode_all(engine, asked) if isinstance(row, Row)}
     return [out[i] for i in range(len(tasks))]
 
 

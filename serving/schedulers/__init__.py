@@ -8,22 +8,27 @@ the tests. What it knows beyond its own settings and credit is in what it is giv
 import inspect
 from collections.abc import Callable
 
+from jdllm.serving.schedulers.block import Block
+from jdllm.serving.schedulers.deadline import Deadline
 from jdllm.serving.schedulers.deficit import Deficit
 from jdllm.serving.schedulers.exclusive import Exclusive
 from jdllm.serving.schedulers.fixed_fill import FixedFill
 from jdllm.serving.schedulers.per_request import PerRequest
 from jdllm.serving.schedulers.slot import Slot
-from jdllm.serving.schedulers.view import Actions, Pass, Policy, View, Waiting
+from jdllm.serving.schedulers.view import Actions, Pass, Policy, Running, View, Waiting
 
 __all__ = [
     "POLICIES",
     "Actions",
+    "Block",
+    "Deadline",
     "Deficit",
     "Exclusive",
     "FixedFill",
     "Pass",
     "PerRequest",
     "Policy",
+    "Running",
     "Slot",
     "View",
     "Waiting",
@@ -34,7 +39,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "slot": Slot,
     "per-request": PerRequest,
     "fixed-fill": FixedFill,
+    "block": Block,
     "deficit": Deficit,
+    "deadline": Deadline,
     "exclusive": Exclusive,
 }
 """By the names that --scheduler takes."""

@@ -46,7 +46,7 @@ class FixedFill(Slot):
         batch = self._batch(view, oldest + timeout)
         if len(batch) < self.size and now < oldest + timeout:
             return Actions(wake=oldest + timeout)
-        return Actions(admit=first_that_fit(batch, view.free, view.slots))
+        return Actions(admit=first_that_fit(batch, view))
 
     def _timeout(self, view: View) -> float:
         if self.timeout is None:

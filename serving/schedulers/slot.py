@@ -9,10 +9,11 @@ class Slot:
     """The default. Rows join and leave at every step; nobody waits while a slot is free, and every row steps."""
 
     holds = False
+    steers = False
 
     def decide(self, view: View, now: float) -> Actions:
         """Admit from the queue's head as many as fit."""
-        return Actions(admit=first_that_fit(view.waiting, view.free, view.slots))
+        return Actions(admit=first_that_fit(view.waiting, view))
 
     def hold(self, passes: Sequence[Pass]) -> Sequence[int]:
         """Nobody."""

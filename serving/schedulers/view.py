@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+Seconds = Callable[[int, int], float]
+"""(rows, positions) -> seconds of a denoising step of so many rows whose windows have so many positions together, from
+the measured cost table; 0 while nothing is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,14 +15,49 @@ class Waiting:
     """A request in the queue.
 
     Attributes:
-        key: names it, in this view and in what the policy answers.
+        key: names it, in every view until it leaves the queue, and in what the policy answers.
         arrived: when, in seconds.
         slots: how many it takes.
+        length: positions of its canvas, prompt and answer together: what its keys and values take.
+        tokens: that it may generate.
+        slo: seconds from its arrival in which it wants to have ended; infinity for no matter when.
     """
 
     key: int
     arrived: float
     slots: int = 1
+    length: int = 1
+    tokens: int = 1
+    slo: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A request in a slot, as of the last report.
+
+    Attributes:
+        key: its slot.
+        request: what it was in the queue.
+        done: tokens of its text that are settled.
+        passes: that it has had.
+        width: positions of its next window.
+        block: positions of a pass that is no refresh.
+        blocks_left: the present one among them.
+        refreshes: every block begins with a pass over the whole canvas.
+        threshold: probability at which its positions are committed at present; None where its decoder has none.
+        wanted: the one that it asked for.
+    """
+
+    key: int
+    request: Waiting
+    done: int = 0
+    passes: int = 0
+    width: int = 1
+    block: int = 1
+    blocks_left: int = 1
+    refreshes: bool = False
+    threshold: float | None = None
+    wanted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +70,9 @@ class View:
         slots: all slots.
         rate: requests a second that have arrived lately; 0 where none has.
         service: seconds that a request has taken in its slot lately; 0 where none has ended.
+        room: positions of keys and values that may still be taken.
+        running: the requests in slots. Given to policies that ``steer``; empty for the others.
+        seconds: what steps cost.
     """
 
     waiting: Sequence[Waiting]
@@ -38,6 +80,9 @@ class View:
     slots: int
     rate: float = 0.0
     service: float = 0.0
+    room: float = math.inf
+    running: Sequence[Running] = ()
+    seconds: Seconds = lambda rows, positions: 0.0
 
     @property
     def idle(self) -> bool:
@@ -52,10 +97,14 @@ class Actions:
     Attributes:
         admit: requests that leave the queue for a slot, in this order.
         wake: when to ask again even if nothing happens; infinity for not at all.
+        thresholds: by slot, those that change.
+        shed: requests that leave the queue unserved, with an error that says so.
     """
 
     admit: Sequence[int] = ()
     wake: float = math.inf
+    thresholds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    shed: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,26 +133,36 @@ class Policy(Protocol):
 
     Attributes:
         holds: ``hold`` may answer with somebody; otherwise it is not asked, which costs time in every step.
+        steers: ``decide`` is asked before every step, and told what runs; otherwise only where somebody waits and a
+            slot is free.
     """
 
     holds: bool
+    steers: bool
 
     def decide(self, view: View, now: float) -> Actions:
         """Who leaves the queue now. Asked whenever something has arrived or ended, and at ``wake``."""
 
     def hold(self, passes: Sequence[Pass]) -> Sequence[int]:
-        """Rows that take no part in the next step. Asked once before every step, when it is known what each would do;
-        at least one takes part."""
+        """Rows that take no part in the next step. Asked once before every step, when it is known what each would do.
+        Where all are held there is no step, and ``decide`` is asked first; held again after that, nobody ever moves."""
 
 
-def first_that_fit(waiting: Sequence[Waiting], free: int, slots: int) -> list[int]:
-    """Requests from the queue's head for which there are slots; nobody passes one that does not fit. (One that needs
-    more slots than there are goes in when all are free, where the engine refuses it by name.)"""
-    keys = []
+def first_that_fit(waiting: Sequence[Waiting], view: View) -> list[int]:
+    """Requests from the head for which there are slots and memory; nobody passes one that does not fit. (One that is
+    too large for the whole server goes in when nothing runs, where the engine refuses it by name.)
+
+    Args:
+        waiting: of the view's queue, in the order in which they are to be served.
+    """
+    keys: list[int] = []
+    free, room = view.free, view.room
     for request in waiting:
-        needed = min(request.slots, slots)
-        if needed > free:
+        needed = min(request.slots, view.slots)
+        alone = view.idle and not keys
+        if needed > free or (request.length > room and not alone):
             break
         free -= needed
+        room -= request.length
         keys.append(request.key)
     return keys

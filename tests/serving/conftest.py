@@ -6,7 +6,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -90,7 +90,7 @@ class ScriptEngine:
     """jdllm.engine.Engine's interface, reports one call late included; the tokens come from a script."""
 
     def __init__(self, script: Script, length: int, step_seconds: float = 0.0):
-        self.script, self.length, self.step_seconds = script, length, step_seconds
+        self.script, self.length, self.step_seconds_each = script, length, step_seconds
         self.rows: dict[int, dict] = {}
         self.report: list[Row] = []
         self.steps = 0
@@ -120,24 +120,37 @@ class ScriptEngine:
     def evict(self, slot: int) -> None:
         self.rows.pop(slot, None)
 
+    def set_thresholds(self, above: Mapping[int, float]) -> None:
+        for slot, value in above.items():
+            self.rows[slot]["sure_above"] = value
+
+    def step_seconds(self, rows: int, positions: int) -> float:
+        return self.step_seconds_each
+
     def alternatives(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """At every position "a", "b", ... with log-probabilities -1, -2, ..."""
         shape = (self.length, 20)
         return np.broadcast_to(97 + np.arange(20), shape), np.broadcast_to(-1.0 - np.arange(20), shape)
 
-    def step(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> list[Row]:
+    def read(self) -> list[Row]:
+        report, self.report = self.report, []
+        if report:
+            time.sleep(self.step_seconds_each)
+            self.last_call = Bucket(1, 8), self.step_seconds_each
+            self.costs.observe(*self.last_call)
+        return [row for row in report if self.rows.get(row.slot, {}).get("handle") is row.handle]
+
+    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> None:
         if self.fault:
             self.fault()
-        time.sleep(self.step_seconds)
         self.steps += 1
-        self.last_call = Bucket(1, 8), self.step_seconds
-        self.costs.observe(*self.last_call)
-        late = [row for row in self.report if self.rows.get(row.slot, {}).get("handle") is row.handle]
         live = {slot: row for slot, row in self.rows.items() if not row.get("ended")}
-        passes = [Pass(slot, row["handle"], 8, row["nfe"] == 0, row["nfe"]) for slot, row in live.items()]
+        passes = [
+            Pass(slot, row["handle"], 8, row["nfe"] == 0, row["nfe"], row.get("prefix", 0))
+            for slot, row in live.items()
+        ]
         held = hold(passes) if hold else ()
         self.report = [self._advance(slot, row) for slot, row in live.items() if slot not in held]
-        return late
 
     def _advance(self, slot: int, row: dict) -> Row:
         P, decode, tokens, places = row["P"], row["decode"], row["tokens"], row["places"]
@@ -151,6 +164,7 @@ class ScriptEngine:
         first = int(places[0])
         masks = np.flatnonzero(tokens[first:length] == MASK)
         prefix = first + int(masks[0]) if len(masks) else length
+        row["prefix"] = prefix
         stop_ids = (EOS,) if decode.stop_ids is None else decode.stop_ids
         stops = np.flatnonzero(np.isin(tokens[P:prefix], stop_ids))
         stop = P + int(stops[0]) if len(stops) else -1
@@ -165,6 +179,7 @@ class ScriptEngine:
             prefix=prefix,
             stop=stop,
             nfe=row["nfe"],
+            width=0 if row["ended"] else 8,
             tokens=tokens.copy(),
             _call=_Canvas(slot, row["committed"].copy()),
         )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.serving.schedulers.exclusive import Exclusive, best_count, best_share
-from jdllm.serving.schedulers.view import Pass
+from jdllm.serving.schedulers.exclusive import Exclusive, best_count, best_share, gain
+from jdllm.serving.schedulers.view import Pass, Running, View, Waiting
 
 
 def rows(due: int, decoding: int) -> list[Pass]:
@@ -76,3 +76,39 @@ def test_counting_rows_comes_to_the_same_share_when_there_are_many(cost):
     refresh = cost * step / -math.log(1 - p)
     assert best_count(rows, p, refresh, step) / rows == pytest.approx(best_share(cost), abs=0.02)
     assert best_count(4, 0.1, 1e9, 1.0) == 4 and best_count(4, 0.1, 0.0, 1.0) == 1
+
+
+def test_mixing_wins_unless_positions_cost_more_in_mixed_steps():
+    """With one cost for all steps it is cheaper to wait for nobody; where mixed steps are dearer the gain turns."""
+    numbers = {"rows": 16, "theta": 0.5, "step": 1e-3, "position": 1e-6, "wide": 200, "narrow": 8, "between": 9}
+    assert gain(mixed=1e-6, **numbers) < 0 < gain(mixed=1e-4, **numbers)
+
+
+@pytest.mark.parametrize(("interference", "mixed"), [(0.0, True), (200.0, False)])
+def test_auto_takes_what_costs_less(interference, mixed):
+    rule = Exclusive(0.5, "auto", interference)
+    view = View([], 0, 8, running=[Running(key, Waiting(key, 0.0, length=200)) for key in range(8)], seconds=cost)
+    for step in range(300):
+        rule.decide(view, float(step))
+        rule.hold(rows(*((2, 6) if step % 5 == 0 else (0, 8))))
+    assert rule.mixed is mixed
+
+
+def test_theta_by_itself_follows_how_rare_refreshes_are():
+    often, rarely = Exclusive("auto"), Exclusive("auto")
+    for step in range(500):
+        often.hold(rows(4, 4))
+        rarely.hold(rows(*((8, 0) if step % 50 == 0 else (0, 8))))
+    assert 0 < rarely._share() < often._share() < 1
+
+
+def cost(rows: int, positions: int) -> float:
+    return 1e-3 + 1e-6 * positions
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"theta": 2}, "theta"), ({"mode": "both"}, "mode"), ({"interference": -1}, "interference")]
+)
+def test_settings_out_of_range(settings, named):
+    with pytest.raises(ValueError, match=named):
+        Exclusive(**settings)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from jdllm.serve import main
-from jdllm.serving.schedulers import POLICIES, Deficit, FixedFill, PerRequest, Slot, parse
+from jdllm.serving.schedulers import POLICIES, Block, Deadline, Deficit, FixedFill, PerRequest, Slot, parse
 
 
 def test_policies_by_name_and_setting():
@@ -19,7 +19,7 @@ def test_policies_by_name_and_setting():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("fifo", "slot, per-request, fixed-fill, deficit, exclusive"),
+        ("fifo", "slot, per-request, fixed-fill, block, deficit, deadline, exclusive"),
         ("fixed-fill", "size"),
         ("fixed-fill,size", "name=value"),
         ("fixed-fill,size=0", "size"),
@@ -28,6 +28,9 @@ def test_policies_by_name_and_setting():
         ("slot,size=3", "known: none"),
         ("deficit,budget=0", "budget"),
         ("deficit,order=random", "order"),
+        ("block,budget=0", "budget"),
+        ("deadline,thresholds=high", "thresholds"),
+        ("exclusive,mode=both", "mode"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_flag(text, named, capsys):
@@ -83,8 +86,53 @@ def test_sangams_rule_lets_decoding_rows_go_on(serve, kit):
     assert server.metric("jdllm_requests_finished_total") == 4
 
 
-def ask(server, count: int, max_tokens: int = 8) -> list[threading.Thread]:
-    settings = {"max_tokens": max_tokens}
+def test_who_comes_inside_a_block_cycle_joins_when_it_is_over(serve, kit):
+    """Two blocks of four passes. A request that comes in the first of them starts with the second."""
+    seen = []
+
+    def script(prompt, decode):
+        for step in kit.says("x", end=False)(prompt, decode):
+            seen.append(prompt[0])
+            yield step
+
+    server = serve(script, rows=4, policy=Block(), step_seconds=0.02)
+    threads = ask(server, 1, max_tokens=8, block_size=4)
+    kit.until(lambda: seen)
+    server.complete("b", max_tokens=8, block_size=4)
+    threads[0].join(10)
+    # (a byte of the prompt each) four passes of the first alone, four together, four of the second.
+    assert bytes(seen[:4]) == b"aaaa" and sorted(seen[4:12]) == sorted(b"aaaabbbb") and bytes(seen[12:]) == b"bbbb"
+
+
+def test_thresholds_follow_what_requests_want(serve, kit):
+    """A row whose target is out of reach gets the lowest candidate; one without a target is left alone; and targets
+    kept and missed are counted."""
+    server = serve(kit.says("x", end=False), rows=4, policy=Deadline(thresholds="0.8/0.5"), step_seconds=0.01)
+    given, set_thresholds = [], server.engine.set_thresholds
+    server.engine.set_thresholds = lambda above: (given.append(dict(above)), set_thresholds(above))
+    assert server.complete("a", max_tokens=8).status_code == 200
+    assert given == [] and server.metric("jdllm_requests_with_slo_total") == 0
+    assert server.complete("a", max_tokens=8, slo_ms=1).status_code == 200
+    assert given and given[0] == {0: 0.5}
+    text = server.http.get("/metrics").text
+    assert 'jdllm_requests_with_slo_total{kept="no"} 1' in text
+    server.complete("a", max_tokens=8, slo_ms=60_000)
+    assert 'jdllm_requests_with_slo_total{kept="yes"} 1' in server.http.get("/metrics").text
+
+
+def test_what_a_policy_sheds_ends_with_an_error(serve, kit):
+    server = serve(kit.says("x", end=False), rows=1, policy=Deadline(shed=True), step_seconds=0.02)
+    threads = ask(server, 1, max_tokens=30)
+    kit.until(lambda: server.metric("jdllm_requests_running") == 1)
+    refused = server.complete("b", max_tokens=30, slo_ms=1)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shed" and refused.headers["retry-after"]
+    threads[0].join(10)
+    assert server.metric("jdllm_requests_shed_total") == 1 == server.metric("jdllm_requests_failed_total")
+    assert server.metric("jdllm_requests_finished_total") == 1
+
+
+def ask(server, count: int, max_tokens: int = 8, **settings) -> list[threading.Thread]:
+    settings |= {"max_tokens": max_tokens}
     threads = [threading.Thread(target=server.complete, args=("a",), kwargs=settings) for _ in range(count)]
     for thread in threads:
         thread.start()

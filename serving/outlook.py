@@ -1,0 +1,52 @@
+"""What a policy sees of jobs and of the engine: plain data, in its words."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jdllm.decoders import refreshes, slots_needed
+from jdllm.serving.job import Job
+from jdllm.serving.schedulers import Pass, Running, Waiting
+
+if TYPE_CHECKING:  # the engine imports JAX
+    from jdllm.engine import Pass as EnginePass
+
+
+def waiting(job: Job) -> Waiting:
+    """A job in the queue."""
+    slo = math.inf if job.slo is None else job.slo
+    length = len(job.prompt_ids) + job.decode.max_tokens
+    return Waiting(job.number, job.arrived, slots_needed(job.decode), length, max(1, job.decode.max_tokens), slo)
+
+
+def running(job: Job) -> Running:
+    """A job in its slot, as of the last report that it was in."""
+    length = len(job.prompt_ids) + job.decode.max_tokens
+    narrow = job.width if 0 < job.width < length else min(job.decode.block_size, length)
+    return Running(
+        key=job.slots[0],
+        request=waiting(job),
+        done=job.read,
+        passes=job.nfe,
+        width=job.width or length,
+        block=narrow if refreshes(job.decode) else length,
+        blocks_left=blocks_left(job, job.read),
+        refreshes=refreshes(job.decode),
+        threshold=job.threshold,
+        wanted=job.wanted,
+    )
+
+
+def blocks_left(job: Job, done: int) -> int:
+    """Of its answer when so many tokens of it are settled, the present one among them; at least one."""
+    return max(1, -(-(job.decode.max_tokens - done) // job.decode.block_size))
+
+
+def passes(found: "Sequence[EnginePass]", jobs: Mapping[int, Job]) -> list[Pass]:
+    """What the rows of the engine would do next."""
+    out = []
+    for one in found:
+        job = jobs[one.slot]
+        done = max(0, one.prefix - len(job.prompt_ids))
+        out.append(Pass(one.slot, one.width, one.refresh, job.arrived, one.nfe, blocks_left(job, done)))
+    return out

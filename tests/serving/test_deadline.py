@@ -1,0 +1,157 @@
+"""DiLaServe's rule: thresholds that follow the load."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdllm.serving.schedulers import Deadline, Running, View, Waiting
+
+STEP = 0.01
+"""Seconds of a step, however wide."""
+
+
+def flat(rows: int, positions: int) -> float:
+    return STEP
+
+
+def wide(rows: int, positions: int) -> float:
+    return STEP * positions / 32
+
+
+def row(slot: int, done: int = 0, slo: float = 1.0, threshold: float = 0.9, arrived: float = 0.0, **more) -> Running:
+    request = Waiting(100 + slot, arrived, length=160, tokens=100, slo=slo)
+    return Running(slot, request, done=done, width=32, block=32, threshold=threshold, wanted=0.9, **more)
+
+
+def taught(speeds: dict[float, float], tokens: int = 100, **settings) -> Deadline:
+    """A policy that has seen rows at these tokens a pass, and answers of that many tokens."""
+    rule = Deadline(**settings)
+    for threshold, speed in speeds.items():
+        for turn in range(2):
+            seen = row(0, done=round(100 * speed) * turn, passes=100 * turn, threshold=threshold, slo=math.inf)
+            rule.decide(View([], 7, 8, running=[seen], seconds=flat), -100.0)
+        rule.decide(View([], 8, 8, seconds=flat), -100.0)
+    rule._tokens = float(tokens)
+    return rule
+
+
+SPEEDS = {0.9: 1.0, 0.8: 2.0, 0.7: 4.0}
+
+
+def choices(rule: Deadline, rows: list[Running], now: float = 0.0, queue=(), seconds=flat) -> dict[int, float]:
+    return dict(rule.decide(View(queue, 8 - len(rows), 8, running=rows, seconds=seconds), now).thresholds)
+
+
+def test_it_learns_tokens_a_pass():
+    rule = taught(SPEEDS)
+    assert [rule.speed(c) for c in (0.9, 0.8, 0.7)] == pytest.approx([1.0, 2.0, 4.0], rel=0.01)
+    assert rule.speed(0.75) == rule.speed(0.8) and rule.speed(0.6) == rule.speed(0.7)
+    assert Deadline().speed(0.9) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("slo", "chosen"),
+    [(2.0, {}), (1.0, {}), (0.9, {0: 0.8}), (0.4, {0: 0.7}), (0.01, {0: 0.7}), (math.inf, {})],
+)
+def test_the_highest_threshold_that_is_in_time(slo, chosen):
+    """100 tokens at one, two and four a pass of 10 ms: 1, 0.5 and 0.25 seconds."""
+    assert choices(taught(SPEEDS), [row(0, slo=slo)]) == chosen
+
+
+def test_time_that_has_passed_counts_and_so_does_what_is_done():
+    rule = taught(SPEEDS)
+    assert choices(rule, [row(0)], now=0.6) == {0: 0.7}
+    assert choices(rule, [row(0, done=70)], now=0.6) == {}
+
+
+def test_refreshes_are_counted_with_everyones_canvas():
+    """Four refreshes of 160 positions (50 ms each) beside 96 passes of 32: the four cost as much as twenty."""
+    rule, here = taught(SPEEDS), row(0, refreshes=True, blocks_left=4)
+    view = View([], 7, 8, running=[here], seconds=wide)
+    assert rule.time(here, 0.9, view) == pytest.approx(4 * 5 * STEP + 96 * STEP, rel=0.01)
+    both = View([], 6, 8, running=[here, row(1)], seconds=wide)
+    assert rule.time(here, 0.9, both) == pytest.approx(4 * 10 * STEP + 96 * 2 * STEP, rel=0.01)
+
+
+def test_a_burst_lowers_thresholds_and_they_come_back():
+    """Positions cost here: one row has time for the highest threshold, eight of them have not. Those that are furthest
+    along keep what they asked for."""
+    rule = taught(SPEEDS)
+    calm = choices(rule, [row(0, slo=2.0)], now=0.0, seconds=wide)
+    burst = choices(rule, [row(i, slo=2.0, done=10 * i) for i in range(8)], now=1.5, seconds=wide)
+    after = choices(rule, [row(0, slo=2.0, threshold=0.7, arrived=3.0)], now=3.0, seconds=wide)
+    assert calm == {} and burst[0] < 0.9 and after == {0: 0.9}
+
+
+def test_load_control_favours_those_that_are_furthest_along():
+    rule = taught(SPEEDS)
+    rows = [row(i, slo=4.0, done=done) for i, done in enumerate((0, 30, 60, 90, 0, 0, 0, 0))]
+    caps = rule._load_control(View([], 0, 8, running=rows, seconds=wide), 0.0)
+    by_progress = [caps[100 + i] for i in (3, 2, 1, 0, 4, 5, 6, 7)]
+    assert by_progress == sorted(by_progress, reverse=True) and by_progress[0] == 0.9 and by_progress[-1] == 0.7
+
+
+def test_the_load_is_looked_at_from_time_to_time():
+    rule, crowd = taught(SPEEDS, debounce=1.0), [row(i, slo=50.0) for i in range(8)]
+    slow = lambda rows, positions: 100 * wide(rows, positions)
+    choices(rule, crowd[:1], now=0.0)
+    before = rule._caps
+    choices(rule, crowd, now=0.5, seconds=slow)
+    assert rule._caps is before
+    choices(rule, crowd, now=1.0, seconds=slow)
+    assert set(rule._caps.values()) == {0.7}
+
+
+def test_those_that_cannot_be_saved_wait_behind_the_others_but_not_for_ever():
+    rule = taught(SPEEDS, patience=10.0)
+    late, good = Waiting(1, 0.0, tokens=100, slo=1.0), Waiting(2, 4.9, tokens=100, slo=1.0)
+    ask = lambda now, **more: rule.decide(View([late, good], 1, 8, seconds=flat), now)
+    assert ask(5.0).admit == [2]
+    assert ask(11.0).admit == [1]
+    assert taught(SPEEDS, shed=True).decide(View([late, good], 8, 8, seconds=flat), 5.0).shed == [1]
+
+
+def test_rows_without_thresholds_or_targets_are_left_alone():
+    other = dataclasses.replace(row(0, slo=0.01), threshold=None, wanted=None)
+    assert choices(taught(SPEEDS), [other, row(1, slo=math.inf)]) == {}
+
+
+def test_requests_that_say_nothing_get_the_policys_slo():
+    assert choices(taught(SPEEDS, slo=0.4), [row(0, slo=math.inf)]) == {0: 0.7}
+
+
+def test_own_thresholds_are_never_raised():
+    asked = dataclasses.replace(row(0, slo=9.0, threshold=0.75), wanted=0.75)
+    assert choices(taught(SPEEDS), [asked]) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"slo": -1}, "slo"),
+        ({"thresholds": "low"}, "thresholds"),
+        ({"thresholds": "0.8/1.5"}, "thresholds"),
+        ({"debounce": True}, "debounce"),
+        ({"shed": 1}, "shed"),
+    ],
+)
+def test_settings_out_of_range(settings, named):
+    with pytest.raises(ValueError, match=named):
+        Deadline(**settings)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.floats(0.001, 20), st.booleans()), max_size=8),
+    st.lists(st.floats(0.001, 20), max_size=4),
+    st.floats(0, 30),
+)
+def test_whatever_comes_thresholds_are_candidates_and_everyone_is_accounted_for(rows, queue, now):
+    rule = taught(SPEEDS)
+    live = [row(i, done=done, slo=slo, refreshes=refreshes) for i, (done, slo, refreshes) in enumerate(rows)]
+    waiting = [Waiting(i, 0.0, tokens=100, slo=slo) for i, slo in enumerate(queue)]
+    actions = rule.decide(View(waiting, 8 - len(live), 8, running=live, seconds=wide), now)
+    assert set(actions.thresholds.values()) <= {0.8, 0.7} and set(actions.thresholds) <= {r.key for r in live}
+    assert len(actions.admit) == min(len(waiting), 8 - len(live)) and not actions.shed
