@@ -1,23 +1,28 @@
-"""Schedulers on simulated arrivals: python -m benchmarks.simulate table3 [--seeds N] [--json FILE].
+"""Schedulers on simulated arrivals: python -m benchmarks.simulate table3|fill|engine|capacity [--json FILE].
 
     table3   fixed-fill batches of eight at five loads, as in the paper (2608.23807, Table III): its eight measured
              batch times, its random stream (seed 42 runs through the five loads in order), 5000 requests each.
              --seeds: the same for so many other seeds, to show how much of a row is luck.
     fill     the two timer rules beside it, and the closed form of the mean, over --requests arrivals a load.
+    engine   policies that let rows join and leave between steps, on requests by the step law or with a trace's lengths
+             (benchmarks.simulate_engine), under any arrivals (benchmarks.arrivals).
+    capacity the largest rate of these at which a share of the requests keeps an SLO.
 
 All times are seconds; ``violation`` is the share of requests that took longer than 25 s.
 """
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import batch_theory, machine, tables
-from benchmarks.simulator import BatchMachine, poisson, simulate
+from benchmarks import batch_theory, machine, simulate_engine, tables
+from benchmarks.arrivals import poisson
+from benchmarks.simulator import BatchMachine, simulate
 from jdllm.serving.schedulers import FixedFill, Policy
 from jdllm.serving.schedulers.fixed_fill import shortest_timeout, timeout_for_stability
 
@@ -127,6 +132,10 @@ def table(results: dict[str, Any]) -> str:
         ]
         header = ["load", "policy", "mean fill", "mean", "mean in theory", "P50", "P90", "P99", above]
         parts.append(tables.markdown(header, cells))
+    if rows := results.get("engine"):
+        parts.append(simulate_engine.run_table(rows))
+    if rows := results.get("capacity"):
+        parts.append(simulate_engine.capacity_table(rows))
     return "\n\n".join([*parts, f"Seconds; commit {results['commit']}; `{results['command']}`"])
 
 
@@ -137,25 +146,73 @@ def as_json(row: Row) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description="schedulers, simulated")
-    commands = parser.add_subparsers(required=True, dest="what", metavar="table3|fill")
-    for name, text in (("table3", "the paper's Table III"), ("fill", "rules for batches that are not full")):
+    commands = parser.add_subparsers(required=True, dest="what", metavar="table3|fill|engine|capacity")
+    for name, text in (
+        ("table3", "the paper's Table III"),
+        ("fill", "rules for batches that are not full"),
+        ("engine", "rows that join and leave between steps"),
+        ("capacity", "the largest rate that keeps an SLO"),
+    ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
         if name == "table3":
             command.add_argument("--seeds", type=int, default=0, help="so many other seeds beside it")
-        else:
+        elif name == "fill":
             command.add_argument("--requests", type=int, default=40_000, help="arrivals a load")
+        else:
+            _engine_flags(command)
     options = parser.parse_args(arguments)
     results = machine.provenance("benchmarks.simulate")
     if options.what == "fill":
         results["fill"] = list(fill_rules(options.requests))
-    else:
+    elif options.what == "table3":
         results["table3"] = [as_json(row) for row in table3()]
         if options.seeds:
             results |= {"seeds": options.seeds, "bands": bands(options.seeds)}
+    else:
+        try:
+            results[options.what] = _engine(options)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
     if options.json:
         tables.write(options.json, results)
     print(table(results))
+
+
+def _engine_flags(command: argparse.ArgumentParser) -> None:
+    usual, add = simulate_engine.Setting(), command.add_argument
+    add("--policy", action="append", metavar="NAME[,SETTING=VALUE]", help="as --scheduler of the server; several times")
+    add("--arrivals", default=usual.arrivals, help="poisson, gamma:cv=2, static, burst:..., trace:FILE")
+    add("--lengths", type=Path, metavar="FILE", help="prompt and answer lengths of a trace")
+    add("--slots", type=int, default=usual.slots)
+    add("--base", type=float, default=usual.base, help="seconds of a step beside its positions")
+    add("--position", type=float, default=usual.position, help="seconds of a position")
+    add("--requests", type=int, default=usual.count, help="a run")
+    add("--slo", type=float, default=usual.slo, help="seconds")
+    add("--seed", type=int, default=usual.seed)
+    if command.prog.endswith("engine"):
+        add("--load", action="append", type=float, help="of what slot serves at most; several times")
+    else:
+        add("--share", type=float, default=0.99, help="of the requests that must keep the SLO")
+
+
+def _engine(options: argparse.Namespace) -> dict[str, Any]:
+    setting = simulate_engine.Setting(
+        options.slots,
+        options.base,
+        options.position,
+        options.arrivals,
+        options.lengths,
+        options.requests,
+        options.slo,
+        options.seed,
+    )
+    simulate_engine.check(setting)
+    policies = options.policy or [text.format(slots=setting.slots) for text in simulate_engine.POLICIES]
+    log = lambda text: print(text, file=sys.stderr, flush=True)
+    if options.what == "capacity":
+        return simulate_engine.capacity(setting, policies, options.share, log)
+    return simulate_engine.run(setting, policies, options.load or LOADS[:4], log)
 
 
 if __name__ == "__main__":

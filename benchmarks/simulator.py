@@ -1,14 +1,13 @@
-"""Discrete events: requests arrive, a policy of the server decides, a machine works. The clock is simulated.
+"""Synchronized batches in simulated time: requests arrive, a policy of the server decides, a machine works.
 
-The policies are the server's own objects (jdllm.serving.schedulers); a machine is what they drive.
+The policies are the server's own objects (jdllm.serving.schedulers). What joins and leaves between steps is simulated
+by benchmarks.engine_model.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
-
-import numpy as np
 
 from jdllm.serving.schedulers import Policy, View, Waiting
 
@@ -82,54 +81,6 @@ class BatchMachine:
         return len(self._keys)
 
 
-class SlotMachine:
-    """Rows that join and leave between steps, as in the engine.
-
-    Args:
-        slots: B.
-        passes: forward passes that each request takes, by its number.
-        seconds: of one step by the number of rows in it, [0] for none.
-    """
-
-    def __init__(self, slots: int, passes: Sequence[int], seconds: Sequence[float]):
-        self.slots, self._passes, self._seconds = slots, passes, seconds
-        self._left: dict[int, int] = {}
-        self._joining: list[int] = []
-        self._end = math.inf
-
-    def start(self, keys: Sequence[int], now: float) -> None:
-        """They take part from the next step on."""
-        self._joining += keys
-        if not self._left:
-            self._begin(now)
-
-    def next_event(self) -> float:
-        return self._end
-
-    def advance(self, now: float) -> list[int]:
-        if now < self._end:
-            return []
-        ended = []
-        for key in list(self._left):
-            self._left[key] -= 1
-            if not self._left[key]:
-                del self._left[key]
-                ended.append(key)
-        self._end = math.inf
-        if self._left or self._joining:
-            self._begin(now)
-        return ended
-
-    def _begin(self, now: float) -> None:
-        self._left |= {key: self._passes[key] for key in self._joining}
-        self._joining = []
-        self._end = now + self._seconds[len(self._left)]
-
-    @property
-    def running(self) -> int:
-        return len(self._left) + len(self._joining)
-
-
 def simulate(arrivals: Sequence[float], policy: Policy, machine: Machine) -> list[Served]:
     """Serve every request that ever starts, in order of arrival. Those that a policy keeps for ever (a last batch that
     never fills) are left out.
@@ -157,8 +108,3 @@ def simulate(arrivals: Sequence[float], policy: Policy, machine: Machine) -> lis
             waiting.append(Waiting(arrived, float(arrivals[arrived])))
             arrived += 1
         ended |= dict.fromkeys(machine.advance(now), now)
-
-
-def poisson(rng: np.random.Generator, rate: float, count: int) -> np.ndarray:
-    """Times of ``count`` arrivals, ``rate`` a second."""
-    return np.cumsum(rng.exponential(1 / rate, count))

@@ -202,6 +202,12 @@ class EngineLoop:
                 "Programs compiled after the start.",
                 lambda: model.compiles() - compiled,
             )
+            self._metrics.table(
+                "step_cost_seconds",
+                "What a step of each compiled size (rows x positions) costs, as schedulers reckon.",
+                "bucket",
+                lambda: {f"{b.rows}x{b.packed}": cost / b.steps for b, cost in engine.costs.table().items()},
+            )
             gauge("positions_refreshed", "Needed positions in passes over whole canvases.", lambda: counters.refreshed)
             gauge("positions_refreshed_ratio", "Their share of the needed positions.", counters.refresh_share)
             self._forecast = Forecast(default_max_tokens(model.defaults))

@@ -4,7 +4,7 @@ At any moment ``admitted = finished + cancelled + failed + running + waiting``, 
 the usage numbers that clients were told.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 disable_created_metrics()  # a second series for every number, which nobody reads
 
@@ -55,6 +55,19 @@ class _Aliases:
                     name = alias + sample.name.removeprefix(metric.name)
                     copy.add_sample(name, {"model_name": self._model, **labels}, sample.value)
                 yield copy
+
+
+class _Table:
+    """A gauge whose labels are known only when it is read."""
+
+    def __init__(self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]):
+        self._name, self._text, self._label, self._values = name, text, label, values
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
+        for value, number in self._values().items():
+            family.add_metric([value], number)
+        yield family
 
 
 class Metrics:
@@ -100,6 +113,10 @@ class Metrics:
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         """A number that is read when it is asked for."""
         Gauge(f"jdllm_{name}", text, registry=self.registry).set_function(value)
+
+    def table(self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """Numbers by a label, read when they are asked for."""
+        self.registry.register(_Table(f"jdllm_{name}", text, label, values))  # type: ignore[arg-type]
 
     def render(self) -> bytes:
         """The page for a scraper."""

@@ -39,7 +39,8 @@ def running(job: Job) -> Running:
 
 def blocks_left(job: Job, done: int) -> int:
     """Of its answer when so many tokens of it are settled, the present one among them; at least one."""
-    return max(1, -(-(job.decode.max_tokens - done) // job.decode.block_size))
+    size = job.decode.block_size
+    return max(1, -(-job.decode.max_tokens // size) - done // size)
 
 
 def passes(found: "Sequence[EnginePass]", jobs: Mapping[int, Job]) -> list[Pass]:

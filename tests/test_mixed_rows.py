@@ -112,7 +112,8 @@ def test_schedulers_that_hold_rows_change_no_token(engine, policy):
         found = []
         for one in passes:
             prompt, decode = asked[one.handle[1]]
-            left = -(-(len(prompt) + decode.max_tokens - max(one.prefix, len(prompt))) // decode.block_size)
+            size, done = decode.block_size, max(0, one.prefix - len(prompt))
+            left = max(1, -(-decode.max_tokens // size) - done // size)
             found.append(schedulers.Pass(one.slot, one.width, one.refresh, one.slot, one.nfe, left))
         held = set(policy.hold(found))
         steps.append([one for one in found if one.key not in held])

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import batch_theory, simulate
-from benchmarks.simulator import BatchMachine, SlotMachine, poisson
+from benchmarks.arrivals import poisson
+from benchmarks.simulator import BatchMachine
 from benchmarks.simulator import simulate as serve
-from jdllm.serving.schedulers import FixedFill, Slot
+from jdllm.serving.schedulers import FixedFill
 
 PRINTED = {  # rho: P50, P90, P99 to a decimal, violations in whole per cent, T_min
     0.30: (19.6, 36.2, 52.3, 33, 5.1),
@@ -63,24 +64,6 @@ def test_a_timer_on_an_idle_server_helps_where_it_is_quiet():
     rows = {row["policy"]: row for row in simulate.fill_rules(8000) if row["rho"] == 0.3}
     assert rows["free server, T = T_min"]["p50"] < 0.75 * rows["fixed fill"]["p50"]
     assert rows["sealed, T = twice the stable one"]["p50"] < rows["fixed fill"]["p50"]
-
-
-@given(
-    st.lists(st.floats(0.001, 5), min_size=1, max_size=40),
-    st.lists(st.integers(1, 9), min_size=40, max_size=40),
-    st.integers(1, 4),
-)
-def test_every_request_runs_once_and_slots_are_never_exceeded(gaps, passes, slots):
-    arrivals = np.cumsum(gaps)
-    served = serve(arrivals, Slot(), SlotMachine(slots, passes, [0.0, *(0.1 * (1 + n) for n in range(slots))]))
-    assert [one.arrived for one in served] == arrivals.tolist()
-    for one, needed in zip(served, passes, strict=False):
-        assert one.arrived <= one.started and one.ended - one.started >= 0.1 * needed - 1e-9
-    times = sorted({one.started for one in served})
-    for time in times:
-        assert sum(one.started <= time < one.ended for one in served) <= slots
-    # First come, first served.
-    assert [one.started for one in served] == sorted(one.started for one in served)
 
 
 @given(

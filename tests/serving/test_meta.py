@@ -47,6 +47,7 @@ def test_metrics_have_vllms_names_too(serve, kit):
     assert server.metric("jdllm_forward_passes_total") > 0
     assert server.metric("jdllm_committed_tokens_total") == server.metric("jdllm_generation_tokens_total")
     assert 'jdllm_step_seconds_count{bucket="1x8"}' in text
+    assert 'jdllm_step_cost_seconds{bucket="1x8"} 0.0' in text
 
 
 def test_the_dashboard_reads_metrics_that_are_there(serve, kit):
