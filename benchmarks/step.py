@@ -14,191 +14,23 @@ import argparse
 import dataclasses
 import os
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import torch
 
 from benchmarks import cases, decoders, tables
-from benchmarks.cases import Case, Request
-from benchmarks.device_share import jax_busy_seconds, torch_busy_seconds
-from benchmarks.flops import step_flops, visible_pairs
+from benchmarks.cases import Case
+from benchmarks.contenders import Jdllm, PyTorch, check_equal, count_work, log, time_runs
 from benchmarks.machine import matrix_peak, provenance
-from benchmarks.torch_loop import TorchModel, TorchRequest, take_turns
-from jdllm.buckets import choose_bucket
-from jdllm.config import EngineConfig
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine
-
-SETTLE_SECONDS = 0.05
-"""Pause before a timed run: the other engine's idle threads spin for some milliseconds before they sleep."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What the decoder's rules demand for a batch, counted from the passes of the PyTorch loop.
-
-    Attributes:
-        steps: of the longest request.
-        tokens: generated positions, all requests.
-        needed: window positions, all requests and steps.
-        flops: needed operations.
-        widths: int [steps, rows], the window of each row in each step, 0 once it has ended.
-        ids: what each request generated.
-        nfe: forward passes of each request.
-    """
-
-    steps: int
-    tokens: int
-    needed: int
-    flops: int
-    widths: np.ndarray
-    ids: list[list[int]]
-    nfe: list[int]
-
-
-def count_work(case: Case, requests: Sequence[TorchRequest]) -> Work:
-    """The work of requests that have ended."""
-    widths = np.zeros((max(len(r.passes) for r in requests), len(requests)), int)
-    flops = 0
-    for row, request in enumerate(requests):
-        for i, p in enumerate(request.passes):
-            widths[i, row] = p.end - p.start
-            pairs = visible_pairs(request.prompt_length, request.decode.block_size, p.start, p.end)
-            flops += step_flops(case.model, p.end - p.start, pairs, p.masks)
-    return Work(
-        steps=len(widths),
-        tokens=sum(len(r.ids) for r in requests),
-        needed=int(widths.sum()),
-        flops=flops,
-        widths=widths,
-        ids=[r.ids for r in requests],
-        nfe=[len(r.passes) for r in requests],
-    )
-
-
-class PyTorch:
-    """The eager loop on the requests of one batch, as the official code runs it or tuned (benchmarks.torch_loop)."""
-
-    def __init__(self, case: Case, requests: Sequence[Request], tuned: bool = False):
-        self.name = "pytorch, tuned" if tuned else "pytorch"
-        self.network = TorchModel(case.params, case.model, tuned)
-        self.asked = requests
-        self.requests: list[TorchRequest] = []
-
-    def prepare(self) -> None:
-        self.requests = [TorchRequest(self.network, prompt, decode) for prompt, decode in self.asked]
-
-    def run(self) -> None:
-        take_turns(self.requests)
-
-    def outcome(self) -> tuple[list[list[int]], list[int]]:
-        return [r.ids for r in self.requests], [len(r.passes) for r in self.requests]
-
-    def computed(self) -> int:
-        return sum(p.end - p.start for r in self.requests for p in r.passes)
-
-    def busy_seconds(self) -> float:
-        self.prepare()
-        return torch_busy_seconds(self.run)
-
-
-class Jdllm:
-    """jdllm's engine on the requests of one batch.
-
-    With one step a dispatch only the buckets that these requests use are compiled, which changes no step: the engine
-    chooses them from the full list too.
-    """
-
-    def __init__(self, case: Case, requests: Sequence[Request], work: Work, steps_per_dispatch: int = 1):
-        longest = max(len(prompt) + decode.max_tokens for prompt, decode in requests)
-        config = EngineConfig(
-            max_rows=len(requests),
-            max_length=-(-longest // 32) * 32,
-            steps_per_dispatch=steps_per_dispatch,
-        )
-        self.asked = requests
-        self.name = "jdllm" if steps_per_dispatch == 1 else f"jdllm, {steps_per_dispatch} steps a dispatch"
-        self.engine = Engine({n: jnp.asarray(w) for n, w in case.params.items()}, case.model, config)
-        if steps_per_dispatch == 1:
-            used = {choose_bucket(self.engine.buckets, widths) for widths in work.widths}
-            self.engine.buckets = [b for b in self.engine.buckets if b in used]
-        self.engine.compile(
-            lambda done, total, text: log(f"  compiled {done} of {total}: {text}") if done == total else None
-        )
-        self.rows: dict[Any, Any] = {}
-        self._before = (0, 0)
-
-    def prepare(self) -> None:
-        self.engine.reset()
-        for slot, (prompt, decode) in enumerate(self.asked):
-            self.engine.insert(slot, f"row {slot}", prompt, decode)
-        jax.block_until_ready(self.engine.state)
-        self._before = (self.engine.counters.computed, self.engine.counters.needed)
-        self.rows = {}
-
-    def run(self) -> None:
-        rows = self.engine.step()  # nothing is in flight before it, so no row yet
-        while rows := self.engine.step():
-            self.rows.update((row.slot, row) for row in rows)
-
-    def outcome(self) -> tuple[list[list[int]], list[int]]:
-        ordered = [self.rows[slot] for slot in range(len(self.asked))]
-        return [row.canvas_ids for row in ordered], [row.nfe for row in ordered]
-
-    def computed(self) -> int:
-        return self.engine.counters.computed - self._before[0]
-
-    def needed(self) -> int:
-        return self.engine.counters.needed - self._before[1]
-
-    def busy_seconds(self) -> float:
-        self.prepare()
-        return jax_busy_seconds(self.run)
-
-
-Contender = PyTorch | Jdllm
-
-
-def time_runs(contenders: Sequence[Contender], seconds: float, most: int) -> list[list[float]]:
-    """Wall times of whole runs, one list per contender. They take turns, each first as often as the others; as many
-    rounds as fit into ``seconds``, at least 2 (unless ``most`` is less), at most ``most``."""
-    times: list[list[float]] = [[] for _ in contenders]
-    order, until = list(range(len(contenders))), time.perf_counter() + seconds
-    while (rounds := len(times[0])) < most and (rounds < 2 or time.perf_counter() < until):
-        for i in order:
-            contenders[i].prepare()
-            time.sleep(SETTLE_SECONDS)
-            begin = time.perf_counter()
-            contenders[i].run()
-            times[i].append(time.perf_counter() - begin)
-        order = order[1:] + order[:1]
-    return times
-
-
-def check_equal(contender: Contender, work: Work, where: str) -> None:
-    """Raise unless the contender generated the tokens of ``work`` in as many passes on as many positions."""
-    ids, nfe = contender.outcome()
-    for row, (got, want) in enumerate(zip(ids, work.ids, strict=True)):
-        if got != want:
-            raise SystemExit(f"{where}: row {row} differs between jdllm and PyTorch:\n{got}\n{want}")
-    if nfe != work.nfe:
-        raise SystemExit(f"{where}: forward passes differ: {nfe} and {work.nfe}")
-    if isinstance(contender, Jdllm) and contender.needed() != work.needed:
-        raise SystemExit(f"{where}: needed positions differ: {contender.needed()} and {work.needed}")
-
 
 LONGEST_PROFILE = 15.0
 """Seconds of a run above which PyTorch is not profiled: its profiler then takes minutes for millions of operators."""
 
 
-def _device_share(contender: Contender, seconds: float) -> float | None:
+def _device_share(contender: PyTorch | Jdllm, seconds: float) -> float | None:
     if isinstance(contender, PyTorch) and seconds > LONGEST_PROFILE:
         return None
     return min(1.0, contender.busy_seconds() / seconds)
@@ -213,7 +45,7 @@ def measure(case: Case, batch: int, peak: float, seconds: float, most: int) -> l
     eager.run()  # its warm-up, which also tells the work
     work = count_work(case, eager.requests)
     log(f"{where}: {work.steps} steps, {work.needed} positions needed")
-    contenders: list[Contender] = [Jdllm(case, requests, work)]
+    contenders: list[PyTorch | Jdllm] = [Jdllm(case, requests, work)]
     if case.name == "tiny" and batch == 1:
         contenders.append(Jdllm(case, requests, work, steps_per_dispatch=4))
     if batch == 1:
@@ -351,11 +183,6 @@ def table(results: dict[str, Any]) -> str:
         f"({results['threads']['torch']} threads); commit {results['commit']}; `{results['command']}`"
     )
     return "\n\n".join([rows, goals, note] if results["goals"] else [rows, note])
-
-
-def log(text: str) -> None:
-    """Progress; standard output is for the table alone."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _decoders(options: argparse.Namespace) -> None:

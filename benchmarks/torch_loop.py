@@ -39,14 +39,17 @@ class TorchModel:
     """A LLaDA of jdllm's flat weights as plain tensors.
 
     Args:
-        params: name -> float32 array, matrices [in, out].
+        params: name -> float32 array, matrices [in, out]; or tensors, all of one dtype.
         tuned: leave out what the official code does twice.
+        device: where the weights lie.
     """
 
-    def __init__(self, params: Mapping[str, np.ndarray], model: ModelConfig, tuned: bool = False):
-        self.model, self.tuned = model, tuned
+    def __init__(
+        self, params: Mapping[str, np.ndarray | Tensor], model: ModelConfig, tuned: bool = False, device: str = "cpu"
+    ):
+        self.model, self.tuned, self.device = model, tuned, torch.device(device)
         # F.linear wants [out, in].
-        tensors = {n: torch.from_numpy(np.array(w)) for n, w in params.items()}
+        tensors = {n: _tensor(w).to(self.device) for n, w in params.items()}
         self.params = {n: t.T.contiguous() if t.ndim == 2 and n != "embed" else t for n, t in tensors.items()}
         self.layers: list[dict[str, Tensor]] = [
             {name.split(".")[2]: t for name, t in self.params.items() if name.startswith(f"layers.{i}.")}
@@ -55,7 +58,8 @@ class TorchModel:
         inverse = 1.0 / model.rope_theta ** (torch.arange(0, model.head_dim, 2).float() / model.head_dim)
         angles = torch.arange(model.max_sequence_length).float()[:, None] * inverse
         angles = torch.cat((angles, angles), dim=-1)
-        self.cos, self.sin = angles.cos(), angles.sin()  # [S, H]
+        self.dtype = self.params["embed"].dtype
+        self.cos, self.sin = (x.to(self.device, self.dtype) for x in (angles.cos(), angles.sin()))  # [S, H]
 
     def forward(self, ids: Tensor, past: Cache | None, bias: Tensor, head_from: int) -> tuple[Tensor, Cache]:
         """One pass over ``ids`` [T], which stand behind the cached positions.
@@ -71,32 +75,47 @@ class TorchModel:
         cached = past[0][0].shape[2] if past else 0
         cos, sin = self.cos[cached : cached + length], self.sin[cached : cached + length]
         all_cos, all_sin = self.cos[: cached + length], self.sin[: cached + length]
-        x = F.embedding(ids[None], self.params["embed"])  # [1, T, D]
-        if cfg.input_emb_norm:
-            x = x * cfg.d_model**0.5
+        x = self.embed(ids[None])  # [1, T, D]
         grouped = cfg.n_heads != cfg.n_kv_heads
         present: Cache = []
         for i, p in enumerate(self.layers):
-            h = self._norm(x, p, "attn_norm")
-            q = rotate(_heads(F.linear(h, p["q"], p.get("q_bias")), cfg.n_heads), cos, sin)
-            k = _heads(F.linear(h, p["k"], p.get("k_bias")), cfg.n_kv_heads)
+            q, k, v = self.attention_inputs(x, p)
+            q = rotate(q, cos, sin)
             k = rotate(k, cos, sin) if self.tuned else k
-            v = _heads(F.linear(h, p["v"], p.get("v_bias")), cfg.n_kv_heads)
             if past:
                 k, v = torch.cat((past[i][0], k), dim=2), torch.cat((past[i][1], v), dim=2)
             present.append((k, v))
             k = k if self.tuned else rotate(k, all_cos, all_sin)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
-            out = out.transpose(1, 2).reshape(1, length, cfg.n_heads * cfg.head_dim)
-            x = x + F.linear(out, p["attn_out"], p.get("attn_out_bias"))
-            h = self._norm(x, p, "ff_norm")
-            gate = F.silu(F.linear(h, p["gate"], p.get("gate_bias")))
-            x = x + F.linear(gate * F.linear(h, p["up"], p.get("up_bias")), p["down"], p.get("down_bias"))
-        h = self._norm(x[0, head_from:] if self.tuned else x[0], self.params, "norm")
-        kernel = self.params["embed"] if cfg.weight_tying else self.params["head"]
-        logits = F.linear(h, kernel, self.params.get("head_bias"))
-        logits = logits if self.tuned else logits[head_from:]
-        return (logits * cfg.d_model**-0.5 if cfg.scale_logits else logits), present
+            x = self.rest_of_layer(x, out, p)
+        logits = self.logits(x[0, head_from:] if self.tuned else x[0])
+        return logits if self.tuned else logits[head_from:], present
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D]."""
+        x = F.embedding(ids, self.params["embed"])
+        return x * self.model.d_model**0.5 if self.model.input_emb_norm else x
+
+    def attention_inputs(self, x: Tensor, p: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, not yet rotated: [B, T, D] -> [B, heads, T, H] each."""
+        h = self._norm(x, p, "attn_norm")
+        q = _heads(F.linear(h, p["q"], p.get("q_bias")), self.model.n_heads)
+        k = _heads(F.linear(h, p["k"], p.get("k_bias")), self.model.n_kv_heads)
+        return q, k, _heads(F.linear(h, p["v"], p.get("v_bias")), self.model.n_kv_heads)
+
+    def rest_of_layer(self, x: Tensor, attended: Tensor, p: Mapping[str, Tensor]) -> Tensor:
+        """What follows attention in a layer; ``attended`` [B, heads, T, H], all else [B, T, D]."""
+        out = attended.transpose(1, 2).reshape(*x.shape[:2], self.model.n_heads * self.model.head_dim)
+        x = x + F.linear(out, p["attn_out"], p.get("attn_out_bias"))
+        h = self._norm(x, p, "ff_norm")
+        gate = F.silu(F.linear(h, p["gate"], p.get("gate_bias")))
+        return x + F.linear(gate * F.linear(h, p["up"], p.get("up_bias")), p["down"], p.get("down_bias"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        kernel = self.params["embed"] if self.model.weight_tying else self.params["head"]
+        logits = F.linear(self._norm(x, self.params, "norm"), kernel, self.params.get("head_bias"))
+        return logits * self.model.d_model**-0.5 if self.model.scale_logits else logits
 
     def _norm(self, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
         if self.tuned:
@@ -108,9 +127,13 @@ class TorchModel:
         return out if f"{name}_bias" not in p else out + p[f"{name}_bias"]
 
 
+def _tensor(weight: np.ndarray | Tensor) -> Tensor:
+    return weight if isinstance(weight, Tensor) else torch.from_numpy(np.array(weight))
+
+
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """[1, T, heads * H] -> [1, heads, T, H]."""
-    return x.view(1, x.shape[1], heads, -1).transpose(1, 2)
+    """[B, T, heads * H] -> [B, heads, T, H]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -148,7 +171,7 @@ class TorchRequest:
         model = network.model
         self.network, self.decode = network, decode
         self.stop_ids = (model.eos_id,) if decode.stop_ids is None else decode.stop_ids
-        self.canvas = torch.tensor(list(prompt_ids))
+        self.canvas = torch.tensor(list(prompt_ids), device=network.device)
         self.prompt_length = len(prompt_ids)
         self.blocks = [Block(0, self.prompt_length, 0, "to_cache", True)]
         self.max_blocks = decode.max_tokens // decode.block_size
@@ -157,7 +180,7 @@ class TorchRequest:
         self.eos_seen = False
         self.passes: list[Pass] = []
         longest = self.prompt_length + self.max_blocks * decode.block_size
-        self.bias = block_causal_bias(self.prompt_length, longest, decode.block_size)
+        self.bias = block_causal_bias(self.prompt_length, longest, decode.block_size).to(network.device, network.dtype)
 
     @property
     def ids(self) -> list[int]:
@@ -190,7 +213,8 @@ class TorchRequest:
         if len(self.blocks) - 1 >= self.max_blocks or self.eos_seen or last.decoded < self.decode.block_add_threshold:
             return
         size = self.decode.block_size
-        self.canvas = torch.cat((self.canvas, torch.full((size,), self.network.model.mask_id)))
+        masks = torch.full((size,), self.network.model.mask_id, device=self.canvas.device)
+        self.canvas = torch.cat((self.canvas, masks))
         self.blocks.append(Block(last.end, last.end + size, size, "active", False))
 
     def _keep(self, present: Cache) -> None:
