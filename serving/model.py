@@ -119,6 +119,11 @@ def open_model(
     )
 
 
+def _memory_limit(device: Any) -> int | None:
+    """Bytes that XLA may take of the device's memory; None on a CPU, whose memory is nobody's share."""
+    return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+
+
 def _preflight(params: Mapping[str, Any], config: "EngineConfig", model: ModelConfig, words: Tokenizer) -> str:
     """One line on each of device, weights, memory and tokenizer."""
     import jax
@@ -129,7 +134,14 @@ def _preflight(params: Mapping[str, Any], config: "EngineConfig", model: ModelCo
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     device, dtype = jax.devices()[0], params["embed"].dtype
     state = abstract_state(model, config.max_rows, config.max_length, jnp.dtype(dtype))
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    limit = _memory_limit(device)
+    if limit is not None and size(params) + size(state) > limit:
+        row = size(state) / config.max_rows
+        fit = max(0, int((limit - size(params)) // row))
+        raise UsageError(
+            f"--max-rows: {config.max_rows} rows of {config.max_length} positions take {size(state) / 1e9:.1f} GB "
+            f"beside {size(params) / 1e9:.1f} GB of weights, and XLA may take {limit / 1e9:.1f} GB: at most {fit} fit"
+        )
     room = f" of {limit / 1e9:.1f} GB that XLA may take" if limit else ""
     template = "with" if words.chat_template else "without"
     return "\n".join(

@@ -159,7 +159,7 @@ def test_thresholds_that_change_on_the_way(engine):
                 assert done[slot].canvas_ids == quick[slot][0] and done[slot].nfe == quick[slot][1]
             else:
                 first = np.asarray(slow[slot][3])
-                early = (0 < first) & (first <= after)
+                early = (first > 0) & (first <= after)
                 assert (done[slot].committed[early] == first[early]).all() and done[slot].nfe < slow[slot][1]
 
 

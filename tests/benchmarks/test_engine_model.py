@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.arrivals import burst
 from benchmarks.engine_model import Machine, Step, StuckError, Work, simulate
 from jdllm.serving.schedulers import Slot, parse
 
@@ -91,6 +92,34 @@ def test_a_deadline_makes_rows_quick_and_only_then():
     [quick] = simulate([0.0], [tight], parse(rule), Machine(2, flat))
     [slow] = simulate([0.0], [loose], parse(rule), Machine(2, flat))
     assert quick.latency <= 0.2 + 1e-9 and slow.passes == 40 and quick.done == slow.done == 40
+
+
+def test_a_burst_keeps_more_requests_in_time_and_everything_goes_back():
+    """papers.md 5: twice the load for a while. Thresholds that follow it keep more requests within their SLO than the
+    fixed one, and those that come when it is over decode as they asked."""
+    slots, passes, count = 8, 24, 240
+    rate = 0.7 * slots / (passes * STEP)
+    length = count / rate
+    times = burst(np.random.default_rng(0), rate, 2.0, length / 4, length / 2, count)
+    works = [dataclasses.replace(work(passes), slo=2.5 * passes * STEP)] * count
+    machine = Machine(slots, flat)
+    fixed = simulate(times, works, Slot(), machine)
+    follows = simulate(times, works, parse("deadline,thresholds=0.6/0.3,debounce=0.05"), machine)
+    within = lambda out: sum(one.latency <= works[0].slo + 1e-9 for one in out) / count
+    assert within(follows) > within(fixed) + 0.15 and within(follows) > 0.95
+    quick = [one for one in follows if one.passes < passes]
+    after = [one for one in follows if one.arrived > 0.75 * length]
+    assert len(quick) > count / 10 and all(one.passes == passes for one in after[len(after) // 2 :])
+
+
+def test_block_cycles_fill_the_box_that_synchronized_batches_leave_empty():
+    """papers.md 2: with and without refill at the same slots, answers of unlike lengths."""
+    rng = np.random.default_rng(1)
+    works = [work(int(n)) for n in rng.choice([4, 8, 64], 64, p=[0.4, 0.4, 0.2])]
+    machine = Machine(8, flat)
+    most = lambda text: max(one.ended for one in simulate([0.0] * 64, works, parse(text), machine))
+    useful = sum(one.tokens for one in works) / 8 * STEP  # every slot busy in every step
+    assert most("fixed-fill,size=8,timeout=0") > 1.9 * most("block") and most("block") < 2 * useful
 
 
 def test_no_policy_gives_up_on_a_wait_without_end():

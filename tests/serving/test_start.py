@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ import pytest
 import uvicorn
 
 from jdllm import serve as command
+from jdllm.runtime import SHIPPED, UsageError
 from jdllm.serving import model as models
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
@@ -95,3 +97,23 @@ def test_a_server_that_cannot_start_exits_with_a_line(monkeypatch, tmp_path, cap
     end.set()
     [line] = [r.getMessage() for r in caplog.records if r.levelno == logging.CRITICAL]
     assert "could not start" in line and str(problem or "no reason") in line
+
+
+def test_more_rows_than_the_device_holds_are_refused_with_the_number_that_fits(monkeypatch):
+    """Keys and values of every slot are counted before anything is compiled."""
+    lines: list[str] = []
+    model = models.open_model(SHIPPED / "orders-d2f", lines.append, max_rows=64, max_length=512)
+    monkeypatch.setattr(models, "_memory_limit", lambda device: 100_000_000)
+    with pytest.raises(
+        UsageError, match=r"--max-rows: 64 rows of 512 positions take .* GB: at most (\d+) fit"
+    ) as refused:
+        model.new_engine(lines.append)
+    most = int(re.search(r"at most (\d+) fit", str(refused.value))[1])
+    assert 0 < most < 64
+    compiled = []
+    monkeypatch.setattr("jdllm.engine.Engine.compile", lambda *_: compiled.append(1))
+    monkeypatch.setattr("jdllm.engine.Engine.measure", lambda *_: None)
+    models.open_model(SHIPPED / "orders-d2f", lines.append, max_rows=most, max_length=512).new_engine(lines.append)
+    assert compiled == [1]
+    with pytest.raises(UsageError):
+        models.open_model(SHIPPED / "orders-d2f", lines.append, max_rows=most + 1, max_length=512).new_engine(print)

@@ -1,0 +1,159 @@
+"""A live server under one scheduler, and requests that come to it at given moments, whether it keeps up or not."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.http_client import Address, Connection
+from benchmarks.server_process import ServerProcess, get, metrics
+from benchmarks.soak_requests import CHAT
+from benchmarks.workload import LENGTH, ROWS, Request
+from jdllm.serving.schedulers.view import Seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a client saw, seconds from the first arrival: when it was to ask and when it had the answer. ``text`` is
+    None for a refusal."""
+
+    at: float
+    ended: float
+    text: str | None
+
+    @property
+    def latency(self) -> float:
+        return self.ended - self.at
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All answers of one run, and what the server counted meanwhile (its counters' growth, by their names)."""
+
+    answers: list[Answer]
+    counted: dict[str, float]
+
+    def latency(self, *percents: float) -> list[float]:
+        """Percentiles, seconds."""
+        ordered = sorted(answer.latency for answer in self.answers)
+        return [percentile(ordered, percent) for percent in percents]
+
+    def within(self, slo: float) -> float:
+        """Share of the requests that were answered in so many seconds."""
+        return statistics.mean(a.text is not None and a.latency <= slo for a in self.answers)
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last answer."""
+        return max(answer.ended for answer in self.answers) - min(answer.at for answer in self.answers)
+
+    def average(self, name: str) -> float:
+        """Of a histogram of the server's."""
+        return self.counted[f"jdllm_{name}_sum"] / max(self.counted[f"jdllm_{name}_count"], 1)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear between neighbours, as numpy does it."""
+    place = percent / 100 * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+@contextlib.contextmanager
+def server(scheduler: str, log: Callable[[str], None], *flags: str) -> Iterator[ServerProcess]:
+    """The shipped model under this scheduler."""
+    sizes = ("--max-rows", str(ROWS), "--max-length", str(LENGTH), "--queue-limit", "100000")
+    process = ServerProcess(*sizes, "--scheduler", scheduler, *flags, log=lambda text: log(f"{scheduler}: {text}"))
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.stop(20)
+
+
+def play(address: Address, asked: Sequence[Request], arrivals: Sequence[float]) -> Run:
+    """Send each request at its moment, wait for all answers.
+
+    Args:
+        arrivals: seconds, not decreasing.
+    """
+    before = metrics(get(address, "/metrics")[1].decode())
+    answers = asyncio.run(_play(address, [json.dumps(one.body).encode() for one in asked], arrivals))
+    after = metrics(get(address, "/metrics")[1].decode())
+    return Run(answers, {name: value - before.get(name, 0.0) for name, value in after.items()})
+
+
+async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Answer]:
+    idle: list[Connection] = []
+    begin = time.perf_counter() - arrivals[0]
+
+    async def ask(body: bytes, at: float) -> Answer:
+        connection = idle.pop() if idle else await Connection.open(address)
+        await connection.send("POST", CHAT, body)
+        status = await connection.status()
+        data = await connection.body()
+        ended = time.perf_counter() - begin
+        idle.append(connection)
+        text = json.loads(data)["choices"][0]["message"]["content"] if status == 200 else None
+        return Answer(at, ended, text)
+
+    tasks = []
+    for body, moment in zip(bodies, arrivals, strict=True):
+        await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
+        tasks.append(asyncio.create_task(ask(body, moment)))
+    answers = list(await asyncio.gather(*tasks))
+    for connection in idle:
+        connection.close()
+    return answers
+
+
+def alone(address: Address, asked: Sequence[Request]) -> float:
+    """Median seconds of these requests, one after the other."""
+    bodies = [json.dumps(one.body).encode() for one in asked]
+
+    async def one_by_one() -> list[float]:
+        found = []
+        for body in bodies:
+            [answer] = await _play(address, [body], [0.0])
+            found.append(answer.latency)
+        return found
+
+    return statistics.median(asyncio.run(one_by_one()))
+
+
+def costs(address: Address) -> Seconds:
+    """What steps cost, from the server's table: the smallest compiled size into which a step fits."""
+    found = re.findall(r'jdllm_step_cost_seconds\{bucket="(\d+)x(\d+)"\} (\S+)', get(address, "/metrics")[1].decode())
+    sizes = sorted((int(packed), int(rows), float(cost)) for rows, packed, cost in found)
+
+    def seconds(rows: int, positions: int) -> float:
+        fits = (cost for packed, most, cost in sizes if packed >= positions and most >= rows)
+        return next(fits, sizes[-1][2])
+
+    return seconds
+
+
+def summary(run: Run, slo: float) -> dict[str, Any]:
+    """The numbers of a row: seconds, requests and tokens a second, shares."""
+    p50, p90, p99 = run.latency(50, 90, 99)
+    count, counted = len(run.answers), run.counted
+    needed, computed = counted["jdllm_positions_needed"], counted["jdllm_positions_computed"]
+    return {
+        "requests": count,
+        "requests_per_second": count / run.seconds,
+        "ttft": run.average("time_to_first_token_seconds"),
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "within_slo": run.within(slo),
+        "goodput": run.within(slo) * count / run.seconds,
+        "tokens_per_nfe": counted["jdllm_committed_tokens_total"] / counted["jdllm_forward_passes_total"],
+        "wasted": 1 - needed / computed,
+    }

@@ -1,0 +1,111 @@
+"""Live comparison of schedulers: workload, calibration, tables; a small run against a real server."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks import costs, live_run, policies, policies_report, workload
+from benchmarks.calibrate import makespan, rate_of
+from benchmarks.engine_model import Machine, Step, Work, simulate
+from jdllm.checkpoint import load
+from jdllm.config import EngineConfig
+from jdllm.denoise.window import Bucket
+from jdllm.engine import Engine
+from jdllm.runtime import SHIPPED
+from jdllm.serving.model import open_model
+from jdllm.serving.schedulers import Slot
+
+HEAD = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e", "kind": "dual"}
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """The shipped model, and an engine of one program for it."""
+    model = open_model(SHIPPED / "orders-d2f", lambda text: None, max_rows=4, max_length=workload.LENGTH)
+    checkpoint = load(SHIPPED / "orders-d2f")
+    engine = Engine(checkpoint.params, checkpoint.config, EngineConfig(4, workload.LENGTH))
+    engine.buckets = [Bucket(4, 4 * workload.LENGTH)]
+    engine.compile()
+    return model, engine
+
+
+def test_a_recorded_request_does_what_it_does_alone(opened):
+    model, engine = opened
+    asked = workload.requests(model, 6, "dual")
+    works = workload.record(engine, model, asked)
+    for request, work in zip(asked, works, strict=True):
+        [steps] = work.traces.values()
+        assert steps[0].refresh and steps[0].width == work.length
+        # A token a pass: passes are tokens, and each block of eight begins with a refresh.
+        assert [s.done for s in steps] == sorted(s.done for s in steps)
+        refreshes = sum(step.refresh for step in steps)
+        assert refreshes == -(-len(steps) // 8) and all(s.width == 8 for s in steps if not s.refresh)
+        alone = workload.record(engine, model, [request])[0]
+        assert alone == work
+
+
+def test_lower_thresholds_are_recorded_beside_the_asked_one(opened):
+    model, engine = opened
+    works = workload.record(engine, model, workload.requests(model, 4, "threshold"), (0.5, 0.1))
+    for work in works:
+        assert list(work.traces) == [0.9, 0.5, 0.1] and work.wanted == 0.9 and work.refreshes
+        lengths = [len(steps) for steps in work.traces.values()]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_most_that_a_policy_serves():
+    works = [Work(16, 8, 8, {None: [Step(8, False, i) for i in range(1, 5)]})] * 8
+    machine = Machine(4, lambda rows, positions: 0.01)
+    assert makespan(machine, works, Slot()) == pytest.approx(0.08) and rate_of(machine, works, Slot()) == pytest.approx(
+        100
+    )
+
+
+def test_percentiles_as_numpy_has_them():
+    assert live_run.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and live_run.percentile([1.0, 2.0], 100) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("part", "row", "shown"),
+    [
+        ("agree", {"policy": "slot", "load": 0.3, "rate": 2.0, "real": [0.1, 0.2], "simulated": [0.11, 0.19]}, "+10 %"),
+        ("block", {"policy": "block", "seconds": 2.0, "tokens_per_second": 50.0}, "1.00x"),
+        ("capacity", {"on": "live", "rate": 12.0, "probes": [[1, True]]}, "12.0"),
+    ],
+)
+def test_tables_and_pictures(part, row, shown, tmp_path):
+    results = {**HEAD, "part": part, "rows": [row], "slo": 1.0, "share": 0.99}
+    assert shown in policies_report.table(json.loads(json.dumps(results)))
+    policies_report.plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_flags(capsys):
+    with pytest.raises(SystemExit):
+        policies.main(["compare", "--n", "20"])
+    assert "--n: 20 must be a multiple of 16" in capsys.readouterr().err
+
+
+def test_predictions_of_costs_are_made_before_the_call(opened):
+    model, engine = opened
+    asked = workload.requests(model, 12, "d2f")
+    calls = costs._run(engine, asked, random.Random(0))
+    assert len(calls) > 10 and all(size == (4, 1024) and seconds > 0 for size, _, seconds in calls)
+    # Each prediction is the table's value after the call before: it follows what was measured.
+    known = calls[1][1]
+    for _, predicted, seconds in calls[1:]:
+        assert predicted == pytest.approx(known, rel=1e-6)
+        known += 0.1 * (seconds - known)
+
+
+@pytest.mark.slow
+def test_a_live_run_against_a_real_server():
+    asked, works = policies.prepare(32, "dual")
+    with live_run.server("block", print) as process:
+        run = live_run.play(process.address, asked, policies.at(20.0, 32))
+        seconds = live_run.costs(process.address)
+    assert all(answer.text == one.task.answer or answer.text for answer, one in zip(run.answers, asked, strict=True))
+    summary = live_run.summary(run, slo=60.0)
+    assert summary["within_slo"] == 1.0 and 0.5 < summary["tokens_per_nfe"] <= 1.0 and seconds(16, 128) > 0
+    assert simulate(policies.at(20.0, 32), works, Slot(), Machine(16, seconds))
