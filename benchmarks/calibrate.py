@@ -21,9 +21,11 @@ ALONE, TOGETHER = 24, 128
 
 def calibrate(address: Address, asked: Sequence[Request], works: Sequence[Work]) -> Machine:
     """From a server under ``slot``."""
-    run = live_run.play(address, asked[:TOGETHER], [0.0] * TOGETHER)  # also lets the cost table follow full steps
-    machine = Machine(ROWS, live_run.costs(address))
+    together, at_once = asked[:TOGETHER], [0.0] * len(asked[:TOGETHER])
+    live_run.play(address, together, at_once)  # warms up; the cost table follows
+    run = live_run.play(address, together, at_once)
     latencies = [live_run.alone(address, [one] * 3) for one in asked[:ALONE]]
+    machine = Machine(ROWS, live_run.costs(address))
     rests = [
         seconds - simulate([0.0], [work], Slot(), machine)[0].latency
         for seconds, work in zip(latencies, works, strict=False)
@@ -31,12 +33,14 @@ def calibrate(address: Address, asked: Sequence[Request], works: Sequence[Work])
     passes = [len(next(iter(work.traces.values()))) for work in works[:ALONE]]
     gap, outside = statistics.linear_regression(passes, rests)
     machine = dataclasses.replace(machine, gap=max(0.0, gap), outside=max(0.0, outside))
+    # What was measured of requests alone has their joining in it.
+    joined = lambda seconds: dataclasses.replace(machine, joining=seconds, outside=max(0.0, machine.outside - seconds))
     low, high = 0.0, 0.05
     for _ in range(30):
         middle = (low + high) / 2
-        trial = dataclasses.replace(machine, joining=middle)
-        low, high = (low, middle) if makespan(trial, works[:TOGETHER], Slot()) > run.seconds else (middle, high)
-    return dataclasses.replace(machine, joining=low)
+        slow = makespan(joined(middle), works[:TOGETHER], Slot()) > run.seconds
+        low, high = (low, middle) if slow else (middle, high)
+    return joined(low)
 
 
 def makespan(machine: Machine, works: Sequence[Work], policy: Policy) -> float:

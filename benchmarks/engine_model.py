@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from jdllm.serving.forecast import Forecast
 from jdllm.serving.schedulers import Pass, Policy, Running, View, Waiting
 from jdllm.serving.schedulers.view import Seconds
 
@@ -96,6 +97,7 @@ class _Row:
     at: int = 0
     passes: int = 0
     done: int = 0
+    stalled: int = 0  # passes since anything was settled
     first: float = math.inf
 
     @property
@@ -103,15 +105,18 @@ class _Row:
         return self.work.traces[self.threshold][self.at]
 
     def set_threshold(self, threshold: float) -> None:
-        """Go on at another one: behind the pass of that trace at which as much was settled."""
+        """Go on at another one: in that trace as many passes behind the one at which as much was settled as here, at
+        most up to the pass that settles more."""
         self.threshold = threshold
         trace = self.work.traces[threshold]
-        known = (i for i, step in enumerate(trace) if step.done > self.done)
-        self.at = next(known, len(trace) - 1)
+        same = 0 if not self.done else 1 + next(i for i, step in enumerate(trace) if step.done >= self.done)
+        more = next((i for i, step in enumerate(trace) if step.done > self.done), len(trace) - 1)
+        self.at = min(same + self.stalled, more)
 
     def advance(self, now: float) -> bool:
         """Have the pass; whether it was the last."""
         self.passes += 1
+        self.stalled = self.stalled + 1 if self.step.done == self.done else 0
         self.done = self.step.done
         self.first = min(self.first, now) if self.done else self.first
         self.at += 1
@@ -155,6 +160,8 @@ class _Run:
         self.waiting: list[Waiting] = []
         self.rows: dict[int, _Row] = {}
         self.out: list[Outcome] = []
+        self.ended: list[Running] = []
+        self.forecast = Forecast(1.0)
         self.now, self.arrived, self.held_all = 0.0, 0, False
 
     def all(self) -> list[Outcome]:
@@ -175,7 +182,8 @@ class _Run:
     def _arrive(self) -> None:
         while self.arrived < len(self.times) and self.times[self.arrived] <= self.now:
             work, at = self.works[self.arrived], self.times[self.arrived]
-            self.waiting.append(Waiting(self.arrived, at, 1, work.length, work.tokens, work.slo))
+            self.waiting.append(_waiting(self.arrived, at, work))
+            self.forecast.arrived(at)
             self.arrived += 1
         gone = {key for key, at in self.leaving.items() if at <= self.now}
         self.waiting = [request for request in self.waiting if request.key not in gone]
@@ -191,10 +199,14 @@ class _Run:
             self.waiting,
             len(free),
             self.machine.slots,
+            rate=self.forecast.rate,
+            service=self.forecast.service,
             room=self.machine.room - taken,
             running=[_running(slot, row) for slot, row in self.rows.items()] if self.policy.steers else (),
+            ended=self.ended,
             seconds=self.machine.seconds,
         )
+        self.ended = []
         actions = self.policy.decide(view, self.now)
         for slot, threshold in actions.thresholds.items():
             self.rows[slot].set_threshold(threshold)
@@ -224,6 +236,8 @@ class _Run:
             row = self.rows[slot]
             if row.advance(self.now):
                 del self.rows[slot]
+                self.forecast.ended(row.passes, self.now - row.started)
+                self.ended.append(_running(slot, row))
                 end = self.now + self.machine.outside / 2
                 before = row.arrived - self.machine.outside / 2
                 self.out.append(Outcome(row.key, before, row.started, row.first, end, row.passes, row.done))
@@ -239,19 +253,25 @@ class _Run:
             raise StuckError(f"{len(self.waiting)} requests wait, and nothing will happen")
 
 
+def _waiting(key: int, arrived: float, work: Work) -> Waiting:
+    return Waiting(key, arrived, 1, work.length, work.tokens, work.slo, wanted=work.wanted)
+
+
 def _running(slot: int, row: _Row) -> Running:
-    narrow = min(row.work.block, row.work.length) if row.step.refresh else row.step.width
+    """As of its next pass, or, once it has ended, its last."""
+    trace = row.work.traces[row.threshold]
+    step = trace[min(row.at, len(trace) - 1)]
+    narrow = min(row.work.block, row.work.length) if step.refresh else step.width
     return Running(
         key=slot,
-        request=Waiting(row.key, row.arrived, 1, row.work.length, row.work.tokens, row.work.slo),
+        request=_waiting(row.key, row.arrived, row.work),
         done=row.done,
         passes=row.passes,
-        width=row.step.width,
+        width=step.width,
         block=narrow if row.work.refreshes else row.work.length,
         blocks_left=_blocks_left(row),
         refreshes=row.work.refreshes,
         threshold=row.threshold,
-        wanted=row.work.wanted,
     )
 
 

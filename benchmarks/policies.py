@@ -38,6 +38,7 @@ POLICIES = {
 }
 """As ``--scheduler`` takes them. (``deadline`` does as ``slot`` where no request has a target: see ``burst``.)"""
 
+LOAD, BURST = 0.7, 2.0
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3)
 """What ``burst`` compares: the first is asked for, the others are the candidates."""
 
@@ -62,7 +63,7 @@ def compare(count: int, kind: str) -> dict[str, Any]:
             if not rows:
                 like = calibrate.calibrate(process.address, asked, works)
                 rate, slo = calibrate.rate_of(like, works, parse("slot")), 3 * median_alone(like, works)
-            live_run.play(process.address, asked[: 2 * ROWS], [0.0] * 2 * ROWS)
+            live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 run = live_run.play(process.address, asked, at(load * rate, count))
                 rows.append({"policy": name, "load": load, **live_run.summary(run, slo)})
@@ -79,7 +80,7 @@ def agree(count: int, kind: str) -> dict[str, Any]:
         with live_run.server(text, log) as process:
             like = like or calibrate.calibrate(process.address, asked, works)
             rate = calibrate.rate_of(like, works, parse(text))
-            live_run.play(process.address, asked[: 2 * ROWS], [0.0] * 2 * ROWS)
+            live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 times = at(load * rate, count)
                 real = live_run.play(process.address, asked, times).latency(50, 99)
@@ -116,15 +117,15 @@ def block(count: int, kind: str) -> dict[str, Any]:
 
 
 def burst(count: int, kind: str) -> dict[str, Any]:
-    """Fixed thresholds and those that follow the load, on the same arrivals: half of what the first threshold can
-    carry, twice as much as it can in the middle third."""
-    asked, works = prepare(count, kind, THRESHOLDS[1:])
+    """Fixed thresholds and those that follow the load, on the same arrivals: LOAD of what the first threshold can
+    carry, BURST times that in the middle third."""
+    asked, works = prepare(count, kind)
     field = "skip_threshold" if kind == "d2f" else "threshold"
     with live_run.server("slot", log) as process:
         like = calibrate.calibrate(process.address, asked, works)
         rate, slo = calibrate.rate_of(like, works, parse("slot")), 4 * median_alone(like, works)
-    length = count / rate
-    times = arrivals.burst(np.random.default_rng(SEED), 0.7 * rate, 2.0, length / 3, 2 * length / 3, count).tolist()
+    length = count / (LOAD * rate * (2 + BURST) / 3)
+    times = arrivals.burst(np.random.default_rng(SEED), LOAD * rate, BURST, length / 3, 2 * length / 3, count).tolist()
     adaptive = f"deadline,thresholds={'/'.join(map(str, THRESHOLDS[1:]))},debounce=0.2"
     rows = []
     for name, text, threshold in (
@@ -133,7 +134,7 @@ def burst(count: int, kind: str) -> dict[str, Any]:
     ):
         own = [workload.with_fields(one, {field: threshold, "slo_ms": 1e3 * slo}) for one in asked]
         with live_run.server(text, log) as process:
-            live_run.play(process.address, own[: 2 * ROWS], [0.0] * 2 * ROWS)
+            live_run.play(process.address, own[:ROWS], [0.0] * ROWS)
             run = live_run.play(process.address, own, times)
         right = sum(a.text == one.task.answer for a, one in zip(run.answers, own, strict=True)) / count
         rows.append({"thresholds": name, "exact": right, **live_run.summary(run, slo)})
@@ -143,7 +144,7 @@ def burst(count: int, kind: str) -> dict[str, Any]:
 
 def capacity(count: int, kind: str, policy: str, slo: float, share: float) -> dict[str, Any]:
     """On the simulator, and on the live server from there."""
-    asked, works = prepare(count, kind)
+    asked, works = prepare(count, kind, getattr(parse(policy), "candidates", ()))
     with live_run.server(policy, log) as process:
         with live_run.server("slot", log) as other:
             like = calibrate.calibrate(other.address, asked, works)

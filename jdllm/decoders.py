@@ -152,7 +152,9 @@ def _ranking(decode: DecodeConfig, alg: str) -> dict[str, Any]:
 
 def threshold(decode: DecodeConfig, model: ModelConfig) -> float | None:
     """The probability at which a request commits positions; None where its decoder has no such rule."""
-    numbers, _ = _find(decode.decoder, model.family).numbers(decode, model, [1])
+    # Of few steps: their number decides whether there is such a rule, and how long a table is made beside it.
+    few = decode if decode.steps is None else dataclasses.replace(decode, steps=1)
+    numbers, _ = _find(decode.decoder, model.family).numbers(few, model, [1])
     if numbers.get("sure_above", np.inf) == np.inf:
         return None
     return decode.skip_threshold if decode.decoder == "d2f" else 0.9 if decode.threshold is None else decode.threshold

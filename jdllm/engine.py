@@ -356,8 +356,9 @@ class Engine:
         self.dispatch(hold)
         return rows
 
-    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> None:
-        """Start one call of the compiled step, its bucket chosen by the last report; with no live row there is none.
+    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> bool:
+        """Start one call of the compiled step, its bucket chosen by the last report; whether there is one, which takes
+        a live row that is not held.
 
         Args:
             hold: told what each row would do in the new call, answers with the slots that take no part in it.
@@ -376,6 +377,7 @@ class Engine:
             self.counters.calls += 1
             self.counters.steps += bucket.steps
             self.counters.computed += bucket.packed * bucket.steps
+        return bucket is not None
 
     def _passes(self) -> list[Pass]:
         """The next pass of every row, shadows left out."""

@@ -294,13 +294,14 @@ def open_call(
             begin = ids.index(model.config.mask_id) if model.config.mask_id in ids else None
         if asked != 0 or request.infill:
             check_request(ids, settings, model.config, model.max_length, model.max_rows, len(model.adapters))
+        wanted = threshold(settings, model.config)
         for i in range(n):
             own = (seed + i) % 2**64  # the engine takes seeds modulo 2**64 too
             decode = settings if own == seed else dataclasses.replace(settings, seed=own)
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
             job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
             job.deadline, job.slo = None if seconds is None else job.arrived + seconds, slo
-            job.wanted = job.threshold = threshold(decode, model.config)
+            job.wanted = job.threshold = wanted
             job.commits = [] if request.canvas else None
             job.request_id = request_id
             jobs.append(job)

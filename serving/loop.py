@@ -24,7 +24,7 @@ from jdllm.serving.forecast import Forecast
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
-from jdllm.serving.schedulers import Policy, Slot, View
+from jdllm.serving.schedulers import Policy, Running, Slot, View
 from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
@@ -75,6 +75,7 @@ class EngineLoop:
         self._waiting: list[Job] = []  # by priority, then arrival
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
         self._news: dict[int, Job] = {}
+        self._ended: list[Running] = []  # since the policy was last asked, where it steers
         self._forecast = Forecast(1.0)
         self._pass_seconds: Callable[[], float] = lambda: 0.0
         self._changed = threading.Condition()
@@ -247,11 +248,12 @@ class EngineLoop:
     def _serve(self, engine: "Engine") -> None:
         """Step while there is work, sleep while there is none; returns when told to stop."""
         while True:
-            rows = self._report(engine) if self._running else []
+            rows = self._report(engine)
             # Rows that have ended leave before the next call, so that others have their slots in it. Everything else
-            # that a report says is read while the device works.
+            # that a report says is read while the device works, unless the policy steers by it.
+            later = [row for row in rows if row.live and not self._policy.steers]
             for row in rows:
-                if not row.live:
+                if not row.live or self._policy.steers:
                     self._read(engine, row)
             if not self._running:
                 self._post_news()
@@ -282,11 +284,10 @@ class EngineLoop:
             if thresholds:
                 self._set_thresholds(engine, thresholds)
             if self._running:
-                engine.dispatch(self._hold if self._policy.holds else None)
-                self._metrics.steps.inc()
-                for row in rows:
-                    if row.live:
-                        self._read(engine, row)
+                if engine.dispatch(self._hold if self._policy.holds else None):
+                    self._metrics.steps.inc()
+                for row in later:
+                    self._read(engine, row)
             self._post_news()
 
     def _report(self, engine: "Engine") -> "list[Row]":
@@ -317,8 +318,10 @@ class EngineLoop:
             self._forecast.service,
             len(free) * self.model.max_length,
             [outlook.running(job) for job in self._running.values()] if policy.steers else (),
+            self._ended,
             engine.step_seconds,
         )
+        self._ended = []
         actions = policy.decide(view, time.monotonic())
         self._wake = actions.wake
         for number in actions.shed:
@@ -422,6 +425,8 @@ class EngineLoop:
         self._forecast.ended(job.nfe, now - job.started)
         self._metrics.finished.labels(reason).inc()
         self._count(job)
+        if self._policy.steers:
+            self._ended.append(outlook.running(job))
         self._metrics.request_seconds.observe(now - job.arrived)
         if job.slo is not None:
             self._metrics.slo.labels("yes" if now - job.arrived <= job.slo else "no").inc()

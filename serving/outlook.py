@@ -16,7 +16,16 @@ def waiting(job: Job) -> Waiting:
     """A job in the queue."""
     slo = math.inf if job.slo is None else job.slo
     length = len(job.prompt_ids) + job.decode.max_tokens
-    return Waiting(job.number, job.arrived, slots_needed(job.decode), length, max(1, job.decode.max_tokens), slo)
+    return Waiting(
+        key=job.number,
+        arrived=job.arrived,
+        slots=slots_needed(job.decode),
+        length=length,
+        tokens=max(1, job.decode.max_tokens),
+        slo=slo,
+        priority=job.priority,
+        wanted=job.wanted,
+    )
 
 
 def running(job: Job) -> Running:
@@ -33,7 +42,6 @@ def running(job: Job) -> Running:
         blocks_left=blocks_left(job, job.read),
         refreshes=refreshes(job.decode),
         threshold=job.threshold,
-        wanted=job.wanted,
     )
 
 

@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jdllm.checkpoint
 from jdllm.batch import Asked, decode_all
-from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
+from jdllm.config import DecodeConfig, EngineConfig, ModelConfig, RequestError
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Engine, Row
+from jdllm.engine import Engine
 from jdllm.models import llada
 from jdllm.train import tokenizer
 from jdllm.train.tasks import Task, held_out
@@ -117,7 +117,11 @@ def decode(engine: Engine, settings: DecodeConfig, tasks: Sequence[Task]) -> lis
     """Run the messages through the engine's slots, each taking the next free one."""
     text = tokenizer.build()
     asked = [Asked(i, text.encode(tokenizer.prompt_text(task.message)).ids, settings) for i, task in enumerate(tasks)]
-    out = {handle: Decoded(row.ids, row.nfe) for handle, row in decode_all(engine, asked) if isinstance(row, Row)}
+    out: dict[Hashable, Decoded] = {}
+    for handle, row in decode_all(engine, asked):
+        if isinstance(row, RequestError):
+            raise row
+        out[handle] = Decoded(row.ids, row.nfe)
     return [out[i] for i in range(len(tasks))]
 
 

@@ -1,11 +1,11 @@
 """Block cycles (BlockServe, 2607.08930): rows decode a block together, then leave and are refilled together.
 
-The quantum is one cycle, in which every row decodes one block; a row that has its block sits out until all have theirs.
-Between two cycles finished rows leave and waiting ones join, shortest canvas first, as long as the padded box of the
-batch, rows times the longest canvas, stays within a budget. (The paper sorts an offline list by prompt length, all
-answers having the same room, and fills a dense tensor of that box; here rows are packed, and the box only says how
-unlike the rows of a batch may be.) A list that is sorted once starves nobody; a queue would, so a request that has been
-passed ``patience`` times goes first, and nobody passes it again.
+The quantum is one cycle, in which every row decodes one block; a row that has its block sits out until all have
+theirs. Between two cycles finished rows leave and waiting ones join, shortest canvas first within a priority, as long
+as the padded box of the batch, rows times the longest canvas, stays within a budget. (The paper sorts an offline list
+by prompt length, all answers having the same room, and fills a dense tensor of that box; here rows are packed, and
+the box only says how unlike the rows of a batch may be.) A list that is sorted once starves nobody; a queue would, so
+a request that has been passed ``patience`` times goes first, and nobody passes it again.
 """
 
 import math
@@ -66,7 +66,9 @@ class Block(Slot):
     def _in_order(self, waiting: Sequence[Waiting]) -> list[Waiting]:
         overdue = [request for request in waiting if self._passed.get(request.key, 0) >= self.patience]
         others = [request for request in waiting if request not in overdue]
-        return overdue + (sorted(others, key=lambda request: request.length) if self.sort else others)
+        return overdue + (
+            sorted(others, key=lambda request: (request.priority, request.length)) if self.sort else others
+        )
 
     def hold(self, passes: Sequence[Pass]) -> Sequence[int]:
         """Those that have their block. Everyone for a moment once all have, so that others can join."""

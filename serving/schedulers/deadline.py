@@ -6,32 +6,27 @@ machine has, those that are furthest along keep high thresholds first, and those
 wait behind everyone else. When a burst is over everything goes back to what was asked for.
 
 Estimates, in the paper's terms and pessimistic: every refresh runs with all rows refreshing, every other pass with all
-rows decoding (``Deadline.time``). Passes that are left come from tokens a pass at each threshold and from the length of
-answers, both followed as requests run (the paper has a trained regressor there).
+rows decoding (``Deadline.time``). Passes that are left come from tokens a pass at each threshold and from how long the
+answers were that were longer, both followed as requests run (the paper has a trained regressor there).
 """
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 
 from jdllm.serving.schedulers.slot import Slot
 from jdllm.serving.schedulers.view import Actions, Running, View, Waiting, first_that_fit
 
-FOLLOW = 0.05
-"""Weight of the newest observation."""
+FORGET = 0.995
+"""Weight of what was seen a pass ago against the newest."""
+
+ANSWERS = 128
+"""Of so many of the last answers the lengths are known."""
 
 HOPELESS = 0.7
 """A request is given up when even this share of its expected time is too long."""
-
-
-@dataclasses.dataclass
-class _Seen:
-    """What a row looked like when it was last seen."""
-
-    request: int
-    done: int
-    passes: int
-    threshold: float | None
 
 
 class Deadline(Slot):
@@ -62,15 +57,17 @@ class Deadline(Slot):
             raise ValueError(f"shed: {shed!r} must be true or false")
         self.slo, self.debounce, self.patience, self.shed = slo, debounce, patience, shed
         self.candidates = _candidates(thresholds)
-        self._speed: dict[float, float] = {}  # tokens a pass, by threshold
-        self._tokens = 0.0  # of an answer; 0 until one has ended
-        self._seen: dict[int, _Seen] = {}
+        self._paces: dict[float, _Pace] = {}  # by threshold
+        self._lengths = _Lengths()
+        self._seen: dict[int, Running] = {}  # by request, as of the last view
         self._caps: Mapping[int, float] = {}  # by request
         self._looked = -math.inf
+        self._refresh = self._step = 0.0  # seconds
 
     def decide(self, view: View, now: float) -> Actions:
         """Learn from what has happened, look at the load from time to time, choose thresholds, admit."""
-        self._learn(view.running)
+        self._learn(view)
+        self._price(view)
         if now - self._looked >= self.debounce:
             self._caps, self._looked = self._load_control(view, now), now
         hopeless = {request.key for request in view.waiting if self._is_hopeless(request, view, now)}
@@ -80,81 +77,80 @@ class Deadline(Slot):
             queue += [request for request in view.waiting if request.key in hopeless]
         return Actions(
             admit=first_that_fit(queue, view),
-            thresholds={
-                row.key: choice for row in view.running if (choice := self._choice(row, view, now)) != row.threshold
-            },
+            thresholds={row.key: choice for row in view.running if (choice := self._choice(row, now)) != row.threshold},
             shed=shed,
         )
 
     def speed(self, threshold: float | None) -> float:
         """Tokens a pass at a threshold: what was seen there, else at the nearest one above, where there are fewer; 1
         before anything was seen."""
-        above = [known for known in self._speed if threshold is not None and known >= threshold]
-        return self._speed[min(above)] if above else 1.0
+        above = [known for known in self._paces if threshold is not None and known >= threshold]
+        return self._paces[min(above)].speed if above else 1.0
 
     def passes(self, request: Waiting, done: int, threshold: float | None) -> float:
         """That a request still needs, at least one."""
-        expected = min(request.tokens, self._tokens or math.inf)
-        left = max(expected - done, min(self.speed(threshold), request.tokens - done))
+        left = min(self._lengths.left(done, request.tokens), request.tokens - done)
         return max(1.0, left / self.speed(threshold))
 
-    def time(self, row: Running, threshold: float | None, view: View) -> float:
+    def time(self, row: Running, threshold: float | None) -> float:
         """Seconds until a running request ends: its refreshes with everyone's, its other passes with everyone's."""
-        count = len(view.running)
         passes = self.passes(row.request, row.done, threshold)
         refreshes = min(passes, row.blocks_left) if row.refreshes else 0
-        together = sum(other.request.length for other in view.running)
-        decoding = sum(_narrow(other) for other in view.running)
-        return refreshes * view.seconds(count, together) + (passes - refreshes) * view.seconds(count, decoding)
+        return refreshes * self._refresh + (passes - refreshes) * self._step
 
-    def _learn(self, running: Sequence[Running]) -> None:
-        """Tokens a pass from what rows have done since they were last seen; the length of an answer from those that are
-        gone."""
-        present = {row.key: row for row in running}
-        for key, seen in self._seen.items():
-            row = present.get(key)
-            if row is None or row.request.key != seen.request:
-                self._tokens = seen.done if not self._tokens else _followed(self._tokens, max(seen.done, 1))
-            elif row.passes > seen.passes and seen.threshold is not None:
-                pace = (row.done - seen.done) / (row.passes - seen.passes)
-                self._speed[seen.threshold] = _followed(self._speed.get(seen.threshold, max(pace, 1.0)), pace)
-        self._seen = {row.key: _Seen(row.request.key, row.done, row.passes, row.threshold) for row in running}
+    def _price(self, view: View) -> None:
+        """What a step costs in which all rows refresh, and one in which all decode."""
+        count = len(view.running)
+        self._refresh = view.seconds(count, sum(row.request.length for row in view.running)) if count else 0.0
+        self._step = view.seconds(count, sum(_narrow(row) for row in view.running)) if count else 0.0
 
-    def _choice(self, row: Running, view: View, now: float) -> float | None:
+    def _learn(self, view: View) -> None:
+        """Tokens a pass from what requests have done since they were last seen (at the threshold that they got then),
+        lengths from those that were answered."""
+        for row in (*view.ended, *view.running):
+            before = self._seen.get(row.request.key, dataclasses.replace(row, done=0, passes=0))
+            if row.threshold is not None and row.passes > before.passes:
+                pace = self._paces.setdefault(row.threshold, _Pace())
+                pace.follow(row.done - before.done, row.passes - before.passes)
+        for row in view.ended:
+            self._lengths.add(row.done)
+        self._seen = {row.request.key: row for row in view.running}
+
+    def _choice(self, row: Running, now: float) -> float | None:
         """The highest threshold within the row's cap at which it keeps its SLO; the lowest if none does."""
-        if row.wanted is None or row.threshold is None or self._target(row.request) == math.inf:
-            return row.wanted
-        options = self._options(row.wanted)
-        cap = self._caps.get(row.request.key, row.wanted)
+        wanted = row.request.wanted
+        if wanted is None or self._target(row.request) == math.inf:
+            return wanted
+        options = self._options(wanted)
+        cap = self._caps.get(row.request.key, wanted)
         left = row.request.arrived + self._target(row.request) - now
-        return next((c for c in options if c <= cap and self.time(row, c, view) <= left), options[-1])
+        return next((c for c in options if c <= cap and self.time(row, c) <= left), options[-1])
 
     def _load_control(self, view: View, now: float) -> Mapping[int, float]:
         """The highest threshold that each request may have, so that all of them together ask for no more positions than
         the machine does until they are due: those furthest along first, each as high as leaves the others their
         least."""
-        running = [row for row in view.running if row.wanted is not None]
-        if not running:
+        work = [row for row in view.running if row.request.wanted is not None]
+        if not work:
             return {}
-        work = sorted(running, key=lambda row: row.done / row.request.tokens, reverse=True)
-        model = running[0]  # those that wait will be like those that run
+        work.sort(key=lambda row: row.done / row.request.tokens, reverse=True)
+        like = work[0]  # those that wait will be like those that run
         waiting = [
-            dataclasses.replace(model, request=request, done=0, passes=0, blocks_left=-(-request.tokens // model.block))
+            dataclasses.replace(like, request=request, done=0, passes=0, blocks_left=-(-request.tokens // like.block))
             for request in view.waiting
+            if request.wanted is not None
         ]
         rows = [*work, *waiting]
         targets = [t for row in rows if (t := self._target(row.request)) < math.inf]
         if not targets:
             return {}
         supply = self._positions_a_second(view) * sum(targets) / len(targets)
-        least = [self._demand(row, self._options(row.wanted or 0)[-1]) for row in rows]
+        least = [self._demand(row, self._lowest(row)) for row in rows]
         used, later, caps = 0.0, sum(least), {}
         for row, low in zip(rows, least, strict=True):
-            options = self._options(row.wanted or 0)
             later -= low
-            hopeless = self._is_late(row, view, now)
-            fits = (c for c in options if used + self._demand(row, c) + later <= supply)
-            cap = options[-1] if hopeless else next(fits, options[-1])
+            options = [self._lowest(row)] if self._is_late(row, now) else self._options(row.request.wanted or 0)
+            cap = next((c for c in options if used + self._demand(row, c) + later <= supply), options[-1])
             used += self._demand(row, cap)
             caps[row.request.key] = cap
         return caps
@@ -171,15 +167,16 @@ class Deadline(Slot):
         seconds = view.seconds(view.slots, round(view.slots * wide))
         return view.slots * wide / seconds if seconds > 0 else math.inf
 
-    def _is_late(self, row: Running, view: View, now: float) -> bool:
+    def _is_late(self, row: Running, now: float) -> bool:
         left = row.request.arrived + self._target(row.request) - now
-        return HOPELESS * self.time(row, self._options(row.wanted or 0)[-1], view) > left
+        return HOPELESS * self.time(row, self._lowest(row)) > left
 
     def _is_hopeless(self, request: Waiting, view: View, now: float) -> bool:
         """Whether one that waits could not keep its SLO even alone from now on."""
         if now - request.arrived > self.patience:
             return False
-        passes = self.passes(request, 0, self.candidates[-1])
+        lowest = None if request.wanted is None else self._options(request.wanted)[-1]
+        passes = self.passes(request, 0, lowest)
         return now + HOPELESS * passes * view.seconds(1, 1) > request.arrived + self._target(request)
 
     def _target(self, request: Waiting) -> float:
@@ -189,14 +186,51 @@ class Deadline(Slot):
         """From what was asked for downwards."""
         return [wanted, *(c for c in self.candidates if c < wanted)]
 
+    def _lowest(self, row: Running) -> float:
+        return self._options(row.request.wanted or 0)[-1]
+
+
+class _Pace:
+    """Tokens a pass, of many passes, the last ones the most."""
+
+    def __init__(self) -> None:
+        self._tokens = self._passes = 0.0
+
+    def follow(self, tokens: int, passes: int) -> None:
+        keep = FORGET**passes
+        self._tokens, self._passes = self._tokens * keep + tokens, self._passes * keep + passes
+
+    @property
+    def speed(self) -> float:
+        """At least a half: a pass commits something, though not always at the end of what is settled."""
+        return max(0.5, self._tokens / self._passes)
+
+
+class _Lengths:
+    """How long the last answers were."""
+
+    def __init__(self) -> None:
+        self._order: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        if len(self._order) == ANSWERS:
+            del self._sorted[bisect.bisect_left(self._sorted, self._order.popleft())]
+        self._order.append(tokens)
+        bisect.insort(self._sorted, tokens)
+
+    def left(self, done: int, most: int) -> float:
+        """Tokens that an answer still needs of which so many are done: what those needed on average that were longer,
+        or, if none was, half of what it may have."""
+        longer = self._sorted[bisect.bisect_right(self._sorted, done) :]
+        if longer:
+            return sum(longer) / len(longer) - done
+        return most - done if not self._sorted else (most - done) / 2
+
 
 def _narrow(row: Running) -> int:
     """Positions of its passes that are no refresh."""
     return row.block if row.refreshes else row.width
-
-
-def _followed(average: float, value: float) -> float:
-    return average + FOLLOW * (value - average)
 
 
 def _candidates(text: str | float) -> list[float]:

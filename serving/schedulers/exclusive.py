@@ -76,9 +76,9 @@ class Exclusive(Slot):
         else:
             enough = len(due) >= max(1, math.ceil(self._share() * len(passes)))
             self.refreshing = bool(due) and (not decoding or (enough and not self.refreshing))
+        self._refreshes.follow([one.width for one in due] if self.mixed or self.refreshing else [])
+        self._others.follow([one.width for one in decoding] if self.mixed or not self.refreshing else [])
         held = [] if self.mixed else decoding if self.refreshing else due
-        self._refreshes.follow([one.width for one in due if one not in held])
-        self._others.follow([one.width for one in decoding if one not in held])
         self._choose(len(passes))
         return [one.key for one in held]
 

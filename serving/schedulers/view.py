@@ -21,6 +21,8 @@ class Waiting:
         length: positions of its canvas, prompt and answer together: what its keys and values take.
         tokens: that it may generate.
         slo: seconds from its arrival in which it wants to have ended; infinity for no matter when.
+        priority: lower ones go first; the queue is in that order already.
+        wanted: the probability at which it asked for positions to be committed; None where its decoder has none.
     """
 
     key: int
@@ -29,6 +31,8 @@ class Waiting:
     length: int = 1
     tokens: int = 1
     slo: float = math.inf
+    priority: int = 0
+    wanted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +48,7 @@ class Running:
         block: positions of a pass that is no refresh.
         blocks_left: the present one among them.
         refreshes: every block begins with a pass over the whole canvas.
-        threshold: probability at which its positions are committed at present; None where its decoder has none.
-        wanted: the one that it asked for.
+        threshold: the probability at which its positions are committed at present.
     """
 
     key: int
@@ -57,7 +60,6 @@ class Running:
     blocks_left: int = 1
     refreshes: bool = False
     threshold: float | None = None
-    wanted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class View:
         service: seconds that a request has taken in its slot lately; 0 where none has ended.
         room: positions of keys and values that may still be taken.
         running: the requests in slots. Given to policies that ``steer``; empty for the others.
+        ended: those that have been answered since the last view, as they ended. (Who left is in neither.) Likewise.
         seconds: what steps cost.
     """
 
@@ -82,6 +85,7 @@ class View:
     service: float = 0.0
     room: float = math.inf
     running: Sequence[Running] = ()
+    ended: Sequence[Running] = ()
     seconds: Seconds = lambda rows, positions: 0.0
 
     @property

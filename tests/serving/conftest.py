@@ -140,7 +140,7 @@ class ScriptEngine:
             self.costs.observe(*self.last_call)
         return [row for row in report if self.rows.get(row.slot, {}).get("handle") is row.handle]
 
-    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> None:
+    def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> bool:
         if self.fault:
             self.fault()
         self.steps += 1
@@ -151,6 +151,7 @@ class ScriptEngine:
         ]
         held = hold(passes) if hold else ()
         self.report = [self._advance(slot, row) for slot, row in live.items() if slot not in held]
+        return bool(self.report)
 
     def _advance(self, slot: int, row: dict) -> Row:
         P, decode, tokens, places = row["P"], row["decode"], row["tokens"], row["places"]

@@ -1,6 +1,5 @@
 """DiLaServe's rule: thresholds that follow the load."""
 
-import dataclasses
 import math
 
 import pytest
@@ -22,8 +21,8 @@ def wide(rows: int, positions: int) -> float:
 
 
 def row(slot: int, done: int = 0, slo: float = 1.0, threshold: float = 0.9, arrived: float = 0.0, **more) -> Running:
-    request = Waiting(100 + slot, arrived, length=160, tokens=100, slo=slo)
-    return Running(slot, request, done=done, width=32, block=32, threshold=threshold, wanted=0.9, **more)
+    request = Waiting(100 + slot, arrived, length=160, tokens=100, slo=slo, wanted=more.pop("wanted", 0.9))
+    return Running(slot, request, done=done, width=32, block=32, threshold=threshold, **more)
 
 
 def taught(speeds: dict[float, float], tokens: int = 100, **settings) -> Deadline:
@@ -34,7 +33,9 @@ def taught(speeds: dict[float, float], tokens: int = 100, **settings) -> Deadlin
             seen = row(0, done=round(100 * speed) * turn, passes=100 * turn, threshold=threshold, slo=math.inf)
             rule.decide(View([], 7, 8, running=[seen], seconds=flat), -100.0)
         rule.decide(View([], 8, 8, seconds=flat), -100.0)
-    rule._tokens = float(tokens)
+    for key in range(8):
+        ended = Running(0, Waiting(key, 0.0, tokens=tokens), done=tokens)
+        rule.decide(View([], 8, 8, ended=[ended], seconds=flat), -100.0)
     return rule
 
 
@@ -70,10 +71,10 @@ def test_time_that_has_passed_counts_and_so_does_what_is_done():
 def test_refreshes_are_counted_with_everyones_canvas():
     """Four refreshes of 160 positions (50 ms each) beside 96 passes of 32: the four cost as much as twenty."""
     rule, here = taught(SPEEDS), row(0, refreshes=True, blocks_left=4)
-    view = View([], 7, 8, running=[here], seconds=wide)
-    assert rule.time(here, 0.9, view) == pytest.approx(4 * 5 * STEP + 96 * STEP, rel=0.01)
-    both = View([], 6, 8, running=[here, row(1)], seconds=wide)
-    assert rule.time(here, 0.9, both) == pytest.approx(4 * 10 * STEP + 96 * 2 * STEP, rel=0.01)
+    rule.decide(View([], 7, 8, running=[here], seconds=wide), 0.0)
+    assert rule.time(here, 0.9) == pytest.approx(4 * 5 * STEP + 96 * STEP, rel=0.01)
+    rule.decide(View([], 6, 8, running=[here, row(1)], seconds=wide), 0.0)
+    assert rule.time(here, 0.9) == pytest.approx(4 * 10 * STEP + 96 * 2 * STEP, rel=0.01)
 
 
 def test_a_burst_lowers_thresholds_and_they_come_back():
@@ -89,6 +90,7 @@ def test_a_burst_lowers_thresholds_and_they_come_back():
 def test_load_control_favours_those_that_are_furthest_along():
     rule = taught(SPEEDS)
     rows = [row(i, slo=4.0, done=done) for i, done in enumerate((0, 30, 60, 90, 0, 0, 0, 0))]
+    rule._price(View([], 0, 8, running=rows, seconds=wide))
     caps = rule._load_control(View([], 0, 8, running=rows, seconds=wide), 0.0)
     by_progress = [caps[100 + i] for i in (3, 2, 1, 0, 4, 5, 6, 7)]
     assert by_progress == sorted(by_progress, reverse=True) and by_progress[0] == 0.9 and by_progress[-1] == 0.7
@@ -107,7 +109,7 @@ def test_the_load_is_looked_at_from_time_to_time():
 
 def test_those_that_cannot_be_saved_wait_behind_the_others_but_not_for_ever():
     rule = taught(SPEEDS, patience=10.0)
-    late, good = Waiting(1, 0.0, tokens=100, slo=1.0), Waiting(2, 4.9, tokens=100, slo=1.0)
+    late, good = (Waiting(i, at, tokens=100, slo=1.0, wanted=0.9) for i, at in ((1, 0.0), (2, 4.9)))
     ask = lambda now, **more: rule.decide(View([late, good], 1, 8, seconds=flat), now)
     assert ask(5.0).admit == [2]
     assert ask(11.0).admit == [1]
@@ -115,8 +117,42 @@ def test_those_that_cannot_be_saved_wait_behind_the_others_but_not_for_ever():
 
 
 def test_rows_without_thresholds_or_targets_are_left_alone():
-    other = dataclasses.replace(row(0, slo=0.01), threshold=None, wanted=None)
+    other = row(0, slo=0.01, threshold=None, wanted=None)
     assert choices(taught(SPEEDS), [other, row(1, slo=math.inf)]) == {}
+
+
+def test_short_answers_are_learned_from_their_ends():
+    """A request that is over before it was ever seen in its slot: three passes, nothing settled before the last."""
+    rule = Deadline(shed=True)
+    for key in range(100):
+        ended = Running(0, Waiting(key, 0.0, tokens=96, wanted=0.9), done=6, passes=3, threshold=0.9)
+        rule.decide(View([], 8, 8, ended=[ended], seconds=flat), 0.0)
+    assert rule.speed(0.9) == pytest.approx(2.0)
+    newcomer = Waiting(1000, 0.0, tokens=100, slo=10.0, wanted=0.9)
+    assert rule.decide(View([newcomer], 8, 8, seconds=flat), 0.0).admit == [1000]
+
+
+def test_clients_that_leave_teach_nothing_about_lengths():
+    rule = taught(SPEEDS, tokens=80)
+    for key in range(60):
+        rule.decide(View([], 7, 8, running=[row(key, done=4, passes=4)], seconds=flat), 0.0)
+        rule.decide(View([], 8, 8, seconds=flat), 0.0)
+    assert rule.passes(Waiting(0, 0.0, tokens=100), 0, 0.9) == pytest.approx(80, rel=0.01)
+
+
+def test_an_answer_that_is_longer_than_usual_is_not_thought_to_be_at_its_end():
+    rule = taught(SPEEDS, tokens=24)
+    assert rule.passes(Waiting(0, 0.0, tokens=100), 20, 0.9) == pytest.approx(4, rel=0.01)
+    assert rule.passes(Waiting(0, 0.0, tokens=100), 40, 0.9) == pytest.approx(30, rel=0.01)
+
+
+def test_those_that_wait_are_judged_by_their_own_thresholds():
+    """A row that asked for 0.5 beside a newcomer that asked for 0.9: with all the time of the world both get it."""
+    rule = taught(SPEEDS, debounce=0.0)
+    low, new = row(0, slo=60.0, threshold=0.5, wanted=0.5), Waiting(300, 0.0, 1, 160, 100, 60.0, wanted=0.9)
+    rule.decide(View([new], 7, 8, running=[low], seconds=flat), 0.0)
+    joined = Running(1, new, width=32, block=32, threshold=0.9)
+    assert choices(rule, [low, joined]) == {}
 
 
 def test_requests_that_say_nothing_get_the_policys_slo():
@@ -124,7 +160,7 @@ def test_requests_that_say_nothing_get_the_policys_slo():
 
 
 def test_own_thresholds_are_never_raised():
-    asked = dataclasses.replace(row(0, slo=9.0, threshold=0.75), wanted=0.75)
+    asked = row(0, slo=9.0, threshold=0.75, wanted=0.75)
     assert choices(taught(SPEEDS), [asked]) == {}
 
 
@@ -151,7 +187,7 @@ def test_settings_out_of_range(settings, named):
 def test_whatever_comes_thresholds_are_candidates_and_everyone_is_accounted_for(rows, queue, now):
     rule = taught(SPEEDS)
     live = [row(i, done=done, slo=slo, refreshes=refreshes) for i, (done, slo, refreshes) in enumerate(rows)]
-    waiting = [Waiting(i, 0.0, tokens=100, slo=slo) for i, slo in enumerate(queue)]
+    waiting = [Waiting(i, 0.0, tokens=100, slo=slo, wanted=0.9) for i, slo in enumerate(queue)]
     actions = rule.decide(View(waiting, 8 - len(live), 8, running=live, seconds=wide), now)
     assert set(actions.thresholds.values()) <= {0.8, 0.7} and set(actions.thresholds) <= {r.key for r in live}
     assert len(actions.admit) == min(len(waiting), 8 - len(live)) and not actions.shed

@@ -36,7 +36,7 @@ def test_a_full_queue_says_how_long_it_is(serve, kit):
     threads = [threading.Thread(target=server.complete, args=("a",), kwargs={"max_tokens": 10}) for _ in range(4)]
     for thread in threads:
         thread.start()
-    kit.until(lambda: server.metric("jdllm_requests_waiting") == 2)
+    kit.until(lambda: server.metric("jdllm_requests_running") == 2 == server.metric("jdllm_requests_waiting"))
     refused = server.complete("b", max_tokens=10)
     for thread in threads:
         thread.join()
