@@ -1,4 +1,5 @@
-"""The engine of a server without the server, in a process of its own: ``python -m benchmarks.bare_engine N ROWS``.
+"""The engine of a server without the server, in a process of its own:
+``python -m benchmarks.bare_engine N ROWS [MODEL]``.
 
 Every line on standard input makes it decode the same N held-out messages, each taking the next free slot; one line of
 JSON on standard output tells how long that took. Prompts are ids and answers are ids: nothing is tokenized, queued,
@@ -24,13 +25,14 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    count, rows = map(int, arguments)
+    count, rows = map(int, arguments[:2])
+    folder = runtime.model_folder(arguments[2] if len(arguments) > 2 else None)
     runtime.configure()  # the compile cache of the server, before JAX is imported
     from benchmarks.decoders import run
     from jdllm.serving.model import open_model
     from jdllm.serving.schemas import ChatRequest
 
-    model = open_model(runtime.model_folder(None), log, max_rows=rows, max_length=LENGTH)
+    model = open_model(folder, log, max_rows=rows, max_length=LENGTH)
     engine, words = model.new_engine(log), model.tokenizer
     requests = []
     for i, body in enumerate(bodies(count)):

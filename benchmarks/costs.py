@@ -10,11 +10,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import machine, tables, workload
+from benchmarks import tables, workload
 from jdllm import runtime
-from jdllm.engine import Engine
+
+if TYPE_CHECKING:
+    from jdllm.engine import Engine
 
 GOAL = 0.10
 """Largest median of the relative errors."""
@@ -39,7 +41,7 @@ Call = tuple[tuple[int, int], float, float]
 """Rows and positions, seconds predicted, seconds measured."""
 
 
-def _run(engine: Engine, asked: Sequence[workload.Request], rng: random.Random) -> list[Call]:
+def _run(engine: "Engine", asked: Sequence[workload.Request], rng: random.Random) -> list[Call]:
     """Between one and all slots busy, changing as requests come in bunches."""
     waiting, calls = list(asked), []
     predicted, allowed, running = 0.0, 1, 0
@@ -102,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args(arguments)
     runtime.configure()
+    from benchmarks import machine  # JAX comes in here
+
     results = {**machine.provenance("benchmarks.costs"), "rows": measure(options.n)}
     if options.json:
         tables.write(options.json, results)

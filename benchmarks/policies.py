@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import arrivals, calibrate, engine_model, live_run, machine, policies_report, tables, workload
+from benchmarks import arrivals, calibrate, engine_model, live_run, policies_report, tables, workload
 from benchmarks.capacity import largest_rate
 from benchmarks.engine_model import Machine, Work
 from benchmarks.workload import ROWS, Request
@@ -95,7 +95,8 @@ def agree(count: int, kind: str) -> dict[str, Any]:
 
 
 def block(count: int, kind: str) -> dict[str, Any]:
-    """Everything at once: one answer in five is long, the others are short."""
+    """Everything at once: one answer in five is long, the others are short. Beside the live server, the same requests
+    simulated where a step costs the same however many rows are in it, as on a GPU that they do not fill."""
     asked, works = prepare(8 * count, kind)
     sizes = [work.tokens for work in works]
     short, long = np.quantile(sizes, (0.25, 0.9))
@@ -103,7 +104,9 @@ def block(count: int, kind: str) -> dict[str, Any]:
     wide = [i for i, size in enumerate(sizes) if size >= long][: count - len(brief)]
     mixed = np.random.default_rng(SEED).permutation([*brief, *wide]).tolist()
     rows = []
+    flat = Machine(ROWS, lambda rows, positions: 1.0)
     for text in (f"fixed-fill,size={ROWS},timeout=0", "block", "block,sort=false", "slot"):
+        steps = calibrate.makespan(flat, [works[i] for i in mixed], parse(text))
         with live_run.server(text, log) as process:
             best: live_run.Run | None = None
             for _ in range(3):
@@ -112,6 +115,7 @@ def block(count: int, kind: str) -> dict[str, Any]:
             assert best is not None
             tokens = best.counted["jdllm_committed_tokens_total"]
             rows.append({"policy": text, "seconds": best.seconds, "tokens_per_second": tokens / best.seconds})
+            rows[-1]["steps"] = steps
             log(f"{text}: {best.seconds:.2f} s")
     return {"requests": len(mixed), "rows": rows}
 
@@ -219,6 +223,8 @@ def main(given: Sequence[str] | None = None) -> None:
         parser.error(f"--n: {options.n} must be a multiple of {ROWS}, since batches without a timer must fill")
     own = (options.scheduler, options.slo, options.share) if options.what == "capacity" else ()
     runtime.configure()
+    from benchmarks import machine  # JAX comes in here
+
     results = machine.provenance("benchmarks.policies") | {"part": options.what, "kind": options.kind}
     results |= PARTS[options.what](options.n, options.kind, *own)
     if options.json:

@@ -53,11 +53,18 @@ def _agree(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _block(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    first = results["rows"][0]["tokens_per_second"]
-    return ["policy", "seconds", "tokens/s", "of the first"], [
-        [r["policy"], f"{r['seconds']:.2f}", f"{r['tokens_per_second']:.0f}", f"{r['tokens_per_second'] / first:.2f}x"]
-        for r in results["rows"]
-    ]
+    rows, first = [], results["rows"][0]
+    for r in results["rows"]:
+        live, flat = r["tokens_per_second"] / first["tokens_per_second"], first["steps"] / r["steps"]
+        cells = [
+            f"{r['seconds']:.2f}",
+            f"{r['tokens_per_second']:.0f}",
+            f"{live:.2f}x",
+            f"{r['steps']:.0f}",
+            f"{flat:.2f}x",
+        ]
+        rows.append([r["policy"], *cells])
+    return ["policy", "seconds", "tokens/s", "of the first", "steps if all cost the same", "gain"], rows
 
 
 def _burst(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -1,9 +1,10 @@
 """python -m benchmarks.server: the whole server's throughput beside that of its engine alone, on the same requests.
 
-Held-out messages go through sixteen slots of the shipped model: in the engine alone (benchmarks.bare_engine, which sees
-only ids), over HTTP with plain answers, and over HTTP streamed. Over HTTP a client, this process, keeps as many
-connections busy as there are slots and as many again; what it takes of the processors is missing in the server, and is
-not corrected for. The three take turns, and a ratio is the median of the ratios within the rounds.
+Held-out messages go through sixteen slots of the shipped model, and of one that is ten times as large (random weights,
+benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it: in the engine alone
+(benchmarks.bare_engine, which sees only ids), over HTTP with plain answers, and over HTTP streamed. Over HTTP a client,
+this process, keeps as many connections busy as there are slots and as many again; what it takes of the processors is
+missing in the server, and is not corrected for. The three take turns; a ratio is the median of those within rounds.
 """
 
 import argparse
@@ -13,12 +14,13 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import server_process, tables
+from benchmarks import random_checkpoint, server_process, tables
 from benchmarks.bare_engine import LENGTH, bodies
 from benchmarks.http_client import Address, Connection
 from benchmarks.machine import provenance
@@ -43,8 +45,8 @@ class RefusedError(Exception):
 class BareEngine:
     """The engine's process."""
 
-    def __init__(self, count: int):
-        command = [sys.executable, "-m", "benchmarks.bare_engine", str(count), str(ROWS)]
+    def __init__(self, count: int, *model: str):
+        command = [sys.executable, "-m", "benchmarks.bare_engine", str(count), str(ROWS), *model]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()
 
@@ -148,14 +150,16 @@ def take_turns(runs: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> di
     return told
 
 
-def rows_of(told: dict[str, list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+def rows_of(told: dict[str, list[dict[str, Any]]], count: int, model: str) -> list[dict[str, Any]]:
     """One row of results each; ratios are to the first."""
     first, rows = next(iter(told.values())), []
     for name, results in told.items():
         middle = {key: statistics.median(r[key] for r in results) for key in results[0] if key != "texts"}
         rows.append(
             {
+                "model": model,
                 "what": name,
+                "requests": count,
                 "rounds": len(results),
                 "requests_per_second": count / middle["seconds"],
                 "tokens_per_second": middle["tokens"] / middle["seconds"],
@@ -174,6 +178,7 @@ def table(results: dict[str, Any]) -> str:
     """Rows as Markdown, and a line on goal and machine."""
     rows = tables.markdown(
         [
+            "model",
             "held-out messages",
             "requests/s",
             "tokens/s",
@@ -185,6 +190,7 @@ def table(results: dict[str, Any]) -> str:
         ],
         [
             [
+                r["model"],
                 r["what"],
                 f"{r['requests_per_second']:.1f}",
                 f"{r['tokens_per_second']:.0f}",
@@ -197,35 +203,46 @@ def table(results: dict[str, Any]) -> str:
             for r in results["rows"]
         ],
     )
-    ratio = next(r["ratio"] for r in results["rows"] if r["what"] == PLAIN)
-    machine = results["machine"]
-    rounds, verdict = results["rows"][0]["rounds"], "reached" if ratio >= GOAL else "not reached"
+    machine, rounds = results["machine"], results["rows"][0]["rounds"]
+    told = lambda r: f"{'reached' if r['ratio'] >= GOAL else 'not reached'} by the {r['model']} model"
+    verdicts = [f"{told(r)} ({r['requests']} requests a run)" for r in results["rows"] if r["what"] == PLAIN]
     note = (
-        f"{results['requests']} requests a run, medians of {rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: "
-        f"{verdict}; {machine['cpu']}, {machine['cpus']} CPUs for server and client together; "
+        f"Medians of {rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: {', '.join(verdicts)}; "
+        f"{machine['cpu']}, {machine['cpus']} CPUs for server and client together; "
         f"commit {results['commit']}; `{results['command']}`"
     )
     return f"{rows}\n\n{note}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
-    parser.add_argument("--n", type=int, default=200, help="held-out messages")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args(arguments)
-    server = ServerProcess("--max-rows", str(ROWS), "--max-length", str(LENGTH), log=log)
+def measure(name: str, count: int, rounds: int, *model: str) -> list[dict[str, Any]]:
+    """The rows of one model: its folder, or nothing for the shipped one."""
+    flags = ("--model", *model) if model else ()
+    server = ServerProcess("--max-rows", str(ROWS), "--max-length", str(LENGTH), *flags, log=log)
     engine = None
     try:
         server.wait_ready()
-        engine = BareEngine(options.n)
-        plain_http, streamed = (Http(server, options.n, stream) for stream in (False, True))
-        told = take_turns({ENGINE: engine.run, PLAIN: plain_http.run, STREAMED: streamed.run}, options.rounds)
+        engine = BareEngine(count, *model)
+        plain_http, streamed = (Http(server, count, stream) for stream in (False, True))
+        told = take_turns({ENGINE: engine.run, PLAIN: plain_http.run, STREAMED: streamed.run}, rounds)
     finally:
         if engine:
             engine.stop()
         server.stop(20)
-    results = {**provenance("benchmarks.server"), "requests": options.n, "rows": rows_of(told, options.n)}
+    return rows_of(told, count, name)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
+    parser.add_argument("--n", type=int, default=200, help="held-out messages; of the larger model an eighth")
+    parser.add_argument("--rounds", type=int, default=9, help="of the larger model a third")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args(arguments)
+    rows = measure("shipped", options.n, options.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        larger = random_checkpoint.write(Path(folder), random_checkpoint.LARGER)
+        size = f"{random_checkpoint.parameters(random_checkpoint.LARGER) / 1e6:.0f} M, random"
+        rows += measure(size, max(1, options.n // 8), max(1, options.rounds // 3), str(larger))
+    results = {**provenance("benchmarks.server"), "rows": rows}
     if options.json:
         tables.write(options.json, results)
     print(table(results))

@@ -3,15 +3,17 @@
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine_model import Step, Work
 from jdllm.config import DecodeConfig
 from jdllm.decoders import refreshes, threshold
-from jdllm.engine import Engine, Pass
 from jdllm.serving.model import ServedModel
 from jdllm.serving.schemas import ChatRequest
 from jdllm.train.tasks import Task, held_out
+
+if TYPE_CHECKING:  # the engine imports JAX, before which runtime.configure has to run
+    from jdllm.engine import Engine, Pass
 
 ROWS, LENGTH, ROOM = 16, 256, 8
 """Slots and canvas of the server; answers may be so many tokens longer than they are (the next multiple of it)."""
@@ -56,7 +58,7 @@ def requests(model: ServedModel, count: int, kind: str, seed: int = 0, **fields:
 
 
 def record(
-    engine: Engine, model: ServedModel, asked: Sequence[Request], thresholds: Sequence[float] = ()
+    engine: "Engine", model: ServedModel, asked: Sequence[Request], thresholds: Sequence[float] = ()
 ) -> list[Work]:
     """Run them all through the engine, at their own threshold and at each of these below it."""
     traces: list[dict[float | None, list[Step]]] = [{} for _ in asked]
@@ -83,7 +85,7 @@ def record(
 
 
 def _run(
-    engine: Engine,
+    engine: "Engine",
     asked: Sequence[Request],
     chosen: dict[int, DecodeConfig],
     traces: Sequence[dict[float | None, list[Step]]],
@@ -93,7 +95,7 @@ def _run(
     slots: dict[int, int] = {}
     seen: dict[int, list[Pass]] = {}
 
-    def look(passes: list[Pass]) -> list[int]:
+    def look(passes: "list[Pass]") -> list[int]:
         for one in passes:
             seen.setdefault(slots[one.slot], []).append(one)
         return []

@@ -44,12 +44,12 @@ def test_ratios_are_within_rounds():
         server.PLAIN: [result(2), result(2), result(5)],
         server.STREAMED: [result(2), result(4), result(8)],
     }
-    rows = server.rows_of(told, count=20)
+    rows = server.rows_of(told, 20, "tiny")
     assert [row["ratio"] for row in rows] == [1, 0.8, 0.5]
     assert (rows[0]["requests_per_second"], rows[0]["tokens_per_second"], rows[0]["ms_per_step"]) == (10, 20, 200)
-    head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e", "requests": 20}
+    head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e"}
     shown = server.table({**head, "rows": json.loads(json.dumps(rows))})
-    assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached" in shown
+    assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached by the tiny model" in shown
 
 
 def test_answers_come_in_the_order_of_the_requests(monkeypatch):
