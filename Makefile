@@ -12,8 +12,9 @@ BIN := $(VENV)/bin
 serve: $(VENV)/.installed
 	$(BIN)/python -m jdllm.serve --port $(PORT)
 
+# Two processes, each with whole files, since fixtures compile programs for a file.
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not clients"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not clients"
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not clients"
