@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.http_client import Address, Connection
+from benchmarks.http_client import Address, Connection, HungUpError
 from benchmarks.server_process import ServerProcess, get, metrics
 from benchmarks.soak_requests import CHAT
 from benchmarks.workload import LENGTH, ROWS, Request
@@ -95,9 +95,17 @@ async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[fl
     begin = time.perf_counter() - arrivals[0]
 
     async def ask(body: bytes, at: float) -> Answer:
-        connection = idle.pop() if idle else await Connection.open(address)
-        await connection.send("POST", CHAT, body)
-        status = await connection.status()
+        kept = idle.pop() if idle else None
+        try:
+            connection = kept or await Connection.open(address)
+            await connection.send("POST", CHAT, body)
+            status = await connection.status()
+        except (HungUpError, OSError):
+            if kept is None:
+                raise
+            connection = await Connection.open(address)  # the server closes what has been idle for some seconds
+            await connection.send("POST", CHAT, body)
+            status = await connection.status()
         data = await connection.body()
         ended = time.perf_counter() - begin
         idle.append(connection)
