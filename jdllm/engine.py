@@ -313,9 +313,8 @@ class Engine:
             self._handles[place] = None
             self._widths[place] = 0
         self._shadows[slot] = slot
-        if self._call is not None and all(
-            h is None for h in self._handles
-        ):  # nobody will read it soon: its time says nothing
+        # With nobody left the report is not read soon, and its time says nothing.
+        if self._call is not None and all(handle is None for handle in self._handles):
             self._call = dataclasses.replace(self._call, begin=None)
 
     def set_thresholds(self, above: Mapping[int, float]) -> None:

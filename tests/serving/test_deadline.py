@@ -96,6 +96,14 @@ def test_load_control_favours_those_that_are_furthest_along():
     assert by_progress == sorted(by_progress, reverse=True) and by_progress[0] == 0.9 and by_progress[-1] == 0.7
 
 
+def test_those_that_wait_weigh_on_those_that_run():
+    """Eight rows have time enough for what they asked for; with a long queue behind them all together have not."""
+    crowd = [row(i, slo=9.0) for i in range(8)]
+    queue = [Waiting(200 + i, 0.0, length=160, tokens=100, slo=9.0, wanted=0.9) for i in range(30)]
+    assert choices(taught(SPEEDS), crowd, seconds=wide) == {}
+    assert set(choices(taught(SPEEDS), crowd, queue=queue, seconds=wide).values()) == {0.7}
+
+
 def test_the_load_is_looked_at_from_time_to_time():
     rule, crowd = taught(SPEEDS, debounce=1.0), [row(i, slo=50.0) for i in range(8)]
     slow = lambda rows, positions: 100 * wide(rows, positions)

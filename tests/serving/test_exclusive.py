@@ -84,9 +84,11 @@ def test_mixing_wins_unless_positions_cost_more_in_mixed_steps():
     assert gain(mixed=1e-6, **numbers) < 0 < gain(mixed=1e-4, **numbers)
 
 
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("interference", "mixed"), [(0.0, True), (200.0, False)])
-def test_auto_takes_what_costs_less(interference, mixed):
+def test_auto_takes_what_costs_less(interference, mixed, before):
     rule = Exclusive(0.5, "auto", interference)
+    rule.mixed = before
     view = View([], 0, 8, running=[Running(key, Waiting(key, 0.0, length=200)) for key in range(8)], seconds=cost)
     for step in range(300):
         rule.decide(view, float(step))
