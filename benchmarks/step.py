@@ -186,7 +186,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _decoders(options: argparse.Namespace) -> None:
-    count, rounds = (12, 2) if options.quick else (120, 60)
+    count, rounds = (12, 2) if options.quick else (120, 300)
     buckets = [Bucket(1, 16), Bucket(1, 64), Bucket(16, 256)]
     results = {
         **provenance("benchmarks.step"),
