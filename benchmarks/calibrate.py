@@ -1,46 +1,53 @@
-"""A simulated machine that is like a live server: the server's own cost table, and three numbers measured beside it.
+"""A simulated machine that is like a live server, made from what the server's metrics say of a run.
 
-What a request takes outside the engine and what lies between two calls come from requests one at a time, what every
-request that joins adds to that from one run in which all come at once. All are under the default scheduler; what is
-simulated of other schedulers and loads with them is a prediction.
+Steps cost what they took on average in that run, by compiled size; sizes that it hardly used cost what the server's
+cost table says. Between two steps lies the run's average; outside the engine a request spends what clients measured
+beyond what the server did.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 
 from benchmarks import live_run
 from benchmarks.engine_model import Machine, Work, simulate
 from benchmarks.http_client import Address
+from benchmarks.live_run import Run
 from benchmarks.workload import ROWS, Request
 from jdllm.serving.schedulers import Policy, Slot
+from jdllm.serving.schedulers.view import Seconds
 
-ALONE, TOGETHER = 24, 128
-"""Requests of each measurement."""
+WARM = 64
+"""Requests of the run before the one that counts."""
+
+ENOUGH = 5
+"""Calls of a size whose average counts."""
 
 
 def calibrate(address: Address, asked: Sequence[Request], works: Sequence[Work]) -> Machine:
-    """From a server under ``slot``."""
-    together, at_once = asked[:TOGETHER], [0.0] * len(asked[:TOGETHER])
-    live_run.play(address, together, at_once)  # warms up; the cost table follows
-    run = live_run.play(address, together, at_once)
-    latencies = [live_run.alone(address, [one] * 3) for one in asked[:ALONE]]
-    machine = Machine(ROWS, live_run.costs(address))
-    rests = [
-        seconds - simulate([0.0], [work], Slot(), machine)[0].latency
-        for seconds, work in zip(latencies, works, strict=False)
-    ]
-    passes = [len(next(iter(work.traces.values()))) for work in works[:ALONE]]
-    gap, outside = statistics.linear_regression(passes, rests)
-    machine = dataclasses.replace(machine, gap=max(0.0, gap), outside=max(0.0, outside))
-    # What was measured of requests alone has their joining in it.
-    joined = lambda seconds: dataclasses.replace(machine, joining=seconds, outside=max(0.0, machine.outside - seconds))
-    low, high = 0.0, 0.05
-    for _ in range(30):
-        middle = (low + high) / 2
-        slow = makespan(joined(middle), works[:TOGETHER], Slot()) > run.seconds
-        low, high = (low, middle) if slow else (middle, high)
-    return joined(low)
+    """Of a server under ``slot``, under about half the load that it can carry."""
+    at_once = live_run.play(address, asked[:WARM], [0.0] * len(asked[:WARM]))
+    rate = rate_of(like(at_once), works, Slot()) / 2
+    return like(live_run.play(address, asked, [i / rate for i in range(len(asked))]))
+
+
+def like(run: Run) -> Machine:
+    """The machine on which this run was."""
+    inside = run.average("request_seconds")
+    outside = statistics.mean(answer.latency for answer in run.answers) - inside
+    return Machine(ROWS, _step_seconds(run), gap=run.average("between_steps_seconds"), outside=max(0.0, outside))
+
+
+def _step_seconds(run: Run) -> Seconds:
+    """The smallest compiled size into which a step fits says what it costs."""
+    sizes = sorted(
+        (size.packed, size.rows, size.seconds / size.calls if size.calls >= ENOUGH else size.cost) for size in run.sizes
+    )
+
+    def seconds(rows: int, positions: int) -> float:
+        fits = (cost for packed, most, cost in sizes if packed >= positions and most >= rows)
+        return next(fits, sizes[-1][2])
+
+    return seconds
 
 
 def makespan(machine: Machine, works: Sequence[Work], policy: Policy) -> float:

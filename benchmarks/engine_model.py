@@ -74,7 +74,6 @@ class Machine:
         slots: B.
         seconds: of a step.
         gap: seconds between a report and the next call.
-        joining: seconds that every request which joins adds to that.
         outside: seconds of a request before it is queued and after it has ended.
         room: positions of keys and values.
     """
@@ -82,7 +81,6 @@ class Machine:
     slots: int
     seconds: Seconds
     gap: float = 0.0
-    joining: float = 0.0
     outside: float = 0.0
     room: float = math.inf
 
@@ -167,10 +165,10 @@ class _Run:
     def all(self) -> list[Outcome]:
         while self.arrived < len(self.times) or self.waiting or self.rows:
             self._arrive()
-            joined, wake = self._decide()
+            wake = self._decide()
             going = self._going()
             if going:
-                self._call(going, joined)
+                self._call(going)
             elif self.rows and self.held_all:
                 raise StuckError("every row is held, though the policy was asked")
             elif self.rows:
@@ -189,11 +187,11 @@ class _Run:
         self.waiting = [request for request in self.waiting if request.key not in gone]
         self.rows = {slot: row for slot, row in self.rows.items() if row.key not in gone}
 
-    def _decide(self) -> tuple[int, float]:
-        """How many join, and when the policy wants to be asked again."""
+    def _decide(self) -> float:
+        """Ask the policy and do as it says; when it wants to be asked again."""
         free = [slot for slot in range(self.machine.slots) if slot not in self.rows]
         if not self.policy.steers and not (free and self.waiting):
-            return 0, math.inf
+            return math.inf
         taken = sum(row.work.length for row in self.rows.values())
         view = View(
             self.waiting,
@@ -215,7 +213,7 @@ class _Run:
             self.rows[free.pop(0)] = _Row(key, work, self.times[key], self.now, work.wanted)
         left = {*actions.admit, *actions.shed}
         self.waiting = [request for request in self.waiting if request.key not in left]
-        return len(actions.admit), actions.wake
+        return actions.wake
 
     def _going(self) -> list[int]:
         """Slots that have a pass."""
@@ -228,10 +226,10 @@ class _Run:
         held = set(self.policy.hold(passes))
         return [slot for slot in self.rows if slot not in held]
 
-    def _call(self, going: Sequence[int], joined: int) -> None:
+    def _call(self, going: Sequence[int]) -> None:
         self.held_all = False
         wide = sum(self.rows[slot].step.width for slot in going)
-        self.now += self.machine.gap + joined * self.machine.joining + self.machine.seconds(max(going) + 1, wide)
+        self.now += self.machine.gap + self.machine.seconds(max(going) + 1, wide)
         for slot in going:
             row = self.rows[slot]
             if row.advance(self.now):

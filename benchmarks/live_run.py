@@ -15,7 +15,6 @@ from benchmarks.http_client import Address, Connection, HungUpError
 from benchmarks.server_process import ServerProcess, get, metrics
 from benchmarks.soak_requests import CHAT
 from benchmarks.workload import LENGTH, ROWS, Request
-from jdllm.serving.schedulers.view import Seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,24 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Size:
+    """A compiled size of the step: how many calls it had and their seconds together, and the cost table's of one."""
+
+    rows: int
+    packed: int
+    calls: float
+    seconds: float
+    cost: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """All answers of one run, and what the server counted meanwhile (its counters' growth, by their names)."""
+    """All answers of one run, and what the server counted meanwhile: its counters' growth, by their names, and what it
+    says of its steps."""
 
     answers: list[Answer]
     counted: dict[str, float]
+    sizes: list[Size]
 
     def latency(self, *percents: float) -> list[float]:
         """Percentiles, seconds."""
@@ -84,10 +96,29 @@ def play(address: Address, asked: Sequence[Request], arrivals: Sequence[float]) 
     Args:
         arrivals: seconds, not decreasing.
     """
-    before = metrics(get(address, "/metrics")[1].decode())
+    before = get(address, "/metrics")[1].decode()
     answers = asyncio.run(_play(address, [json.dumps(one.body).encode() for one in asked], arrivals))
-    after = metrics(get(address, "/metrics")[1].decode())
-    return Run(answers, {name: value - before.get(name, 0.0) for name, value in after.items()})
+    after = get(address, "/metrics")[1].decode()
+    known = metrics(before)
+    counted = {name: value - known.get(name, 0.0) for name, value in metrics(after).items()}
+    return Run(answers, counted, _sizes(before, after))
+
+
+def _sizes(before: str, after: str) -> list[Size]:
+    """From two pages of metrics."""
+    by_size = lambda name, page: {
+        size: float(value)
+        for size, value in re.findall(rf'^jdllm_{name}{{bucket="(\S+?)"}} (\S+)$', page, re.MULTILINE)
+    }
+    calls, seconds = (
+        (by_size(f"step_seconds_{what}", before), by_size(f"step_seconds_{what}", after)) for what in ("count", "sum")
+    )
+    grown = lambda pair, size: pair[1].get(size, 0.0) - pair[0].get(size, 0.0)
+    of = lambda size: tuple(int(number) for number in size.split("x"))
+    return [
+        Size(*of(size), grown(calls, size), grown(seconds, size), cost)
+        for size, cost in by_size("step_cost_seconds", after).items()
+    ]
 
 
 async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Answer]:
@@ -120,32 +151,6 @@ async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[fl
     for connection in idle:
         connection.close()
     return answers
-
-
-def alone(address: Address, asked: Sequence[Request]) -> float:
-    """Median seconds of these requests, one after the other."""
-    bodies = [json.dumps(one.body).encode() for one in asked]
-
-    async def one_by_one() -> list[float]:
-        found = []
-        for body in bodies:
-            [answer] = await _play(address, [body], [0.0])
-            found.append(answer.latency)
-        return found
-
-    return statistics.median(asyncio.run(one_by_one()))
-
-
-def costs(address: Address) -> Seconds:
-    """What steps cost, from the server's table: the smallest compiled size into which a step fits."""
-    found = re.findall(r'jdllm_step_cost_seconds\{bucket="(\d+)x(\d+)"\} (\S+)', get(address, "/metrics")[1].decode())
-    sizes = sorted((int(packed), int(rows), float(cost)) for rows, packed, cost in found)
-
-    def seconds(rows: int, positions: int) -> float:
-        fits = (cost for packed, most, cost in sizes if packed >= positions and most >= rows)
-        return next(fits, sizes[-1][2])
-
-    return seconds
 
 
 def summary(run: Run, slo: float) -> dict[str, Any]:

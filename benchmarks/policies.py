@@ -1,7 +1,7 @@
 """Schedulers on a live server: python -m benchmarks.policies compare|agree|block|burst|capacity [--json FILE].
 
     compare    every policy under the same arrivals, at shares of what the default policy can serve
-    agree      every policy at shares of what it can serve itself, beside what the simulator predicts
+    agree      every policy at shares of what it can serve itself, beside the same run simulated
     block      block cycles beside synchronized batches: short and long answers mixed, all there from the start
     burst      twice the load for a while: thresholds that follow it beside fixed ones
     capacity   the largest arrival rate at which a share of the requests keeps an SLO
@@ -72,26 +72,35 @@ def compare(count: int, kind: str) -> dict[str, Any]:
 
 
 def agree(count: int, kind: str) -> dict[str, Any]:
-    """Rows of policy and its own utilization: measured and simulated percentiles."""
+    """Rows of policy and its own utilization: measured and simulated percentiles, on a machine that is like the server
+    was in that run."""
     asked, works = prepare(count, kind)
     rows: list[dict[str, Any]] = []
-    like: Machine | None = None
+    known: Machine | None = None
     for name, text in POLICIES.items():
         with live_run.server(text, log) as process:
-            like = like or calibrate.calibrate(process.address, asked, works)
-            rate = calibrate.rate_of(like, works, parse(text))
+            if known is None:
+                known = calibrate.calibrate(process.address, asked, works)
+            rate = calibrate.rate_of(known, works, parse(text))
             live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 times = at(load * rate, count)
-                real = live_run.play(process.address, asked, times).latency(50, 99)
-                outcomes = engine_model.simulate(times, works, parse(text), like)
-                ordered = sorted(one.latency for one in outcomes)
-                model = [live_run.percentile(ordered, percent) for percent in (50, 99)]
-                rows.append({"policy": name, "load": load, "rate": load * rate, "real": real, "simulated": model})
-                log(f"{name} at {load}: {real} s, simulated {model} s")
-    assert like is not None
-    numbers = {"gap": like.gap, "joining": like.joining, "outside": like.outside}
-    return {"machine": numbers, "rows": rows}
+                run = live_run.play(process.address, asked, times)
+                machine = calibrate.like(run)
+                ordered = sorted(one.latency for one in engine_model.simulate(times, works, parse(text), machine))
+                rows.append(
+                    {
+                        "policy": name,
+                        "load": load,
+                        "rate": load * rate,
+                        "real": run.latency(50, 99),
+                        "simulated": [live_run.percentile(ordered, percent) for percent in (50, 99)],
+                        "gap": machine.gap,
+                        "outside": machine.outside,
+                    }
+                )
+                log(f"{name} at {load}: {rows[-1]['real']} s, simulated {rows[-1]['simulated']} s")
+    return {"rows": rows}
 
 
 def block(count: int, kind: str) -> dict[str, Any]:
@@ -210,7 +219,7 @@ def main(given: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, dest="what", metavar="|".join(PARTS))
     for name, text in lines_of(__doc__ or ""):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--n", type=int, default=304, help="requests a run, a multiple of 16 (default 304)")
+        command.add_argument("--n", type=int, default=160, help="requests a run, a multiple of 16 (default 160)")
         command.add_argument("--kind", choices=tuple(workload.KINDS), default=KIND.get(name, "dual"))
         command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
         command.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG or SVG)")

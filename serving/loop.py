@@ -249,6 +249,7 @@ class EngineLoop:
         """Step while there is work, sleep while there is none; returns when told to stop."""
         while True:
             rows = self._report(engine)
+            reported = time.perf_counter() if rows else None
             # Rows that have ended leave before the next call, so that others have their slots in it. Everything else
             # that a report says is read while the device works, unless the policy steers by it.
             later = [row for row in rows if row.live and not self._policy.steers]
@@ -259,6 +260,7 @@ class EngineLoop:
                 self._post_news()
             with self._changed:
                 while not (self._waiting or self._running or self._stopping):
+                    reported = None
                     self._changed.wait()
                 if self._stopping:
                     return
@@ -286,6 +288,8 @@ class EngineLoop:
             if self._running:
                 if engine.dispatch(self._hold if self._policy.holds else None):
                     self._metrics.steps.inc()
+                    if reported is not None:
+                        self._metrics.between_steps_seconds.observe(time.perf_counter() - reported)
                 for row in later:
                     self._read(engine, row)
             self._post_news()

@@ -106,6 +106,9 @@ class Metrics:
             buckets=_STEP_SECONDS,
             registry=r,
         )
+        self.between_steps_seconds = seconds(
+            "between_steps_seconds", "Time from a step's report to the next step's start.", _STEP_SECONDS
+        )
         self.queue_seconds = seconds("queue_seconds", "Time from arrival to a slot.")
         self.first_text_seconds = seconds("time_to_first_token_seconds", "Time from arrival to the first settled text.")
         self.request_seconds = seconds("request_seconds", "Time from arrival to the end of the answer.")

@@ -51,9 +51,9 @@ def work(passes: int, block: int = 4, prompt: int = 8, dual: bool = True) -> Wor
 
 
 def test_a_request_alone_takes_its_passes():
-    [one] = simulate([1.0], [work(5)], Slot(), Machine(2, flat, gap=0.001, joining=0.002, outside=0.01))
-    assert one.latency == pytest.approx(0.01 + 0.002 + 5 * (STEP + 0.001)) and one.passes == 5 and one.done == 5
-    assert one.first == pytest.approx(1.005 + 0.002 + STEP + 0.001)
+    [one] = simulate([1.0], [work(5)], Slot(), Machine(2, flat, gap=0.001, outside=0.01))
+    assert one.latency == pytest.approx(0.01 + 5 * (STEP + 0.001)) and one.passes == 5 and one.done == 5
+    assert one.first == pytest.approx(1.005 + STEP + 0.001)
 
 
 def test_rows_share_steps_and_slots_are_filled_at_once():

@@ -6,8 +6,9 @@ import random
 import pytest
 
 from benchmarks import costs, live_run, policies, policies_report, workload
-from benchmarks.calibrate import makespan, rate_of
+from benchmarks.calibrate import ENOUGH, like, makespan, rate_of
 from benchmarks.engine_model import Machine, Step, Work, simulate
+from benchmarks.server_process import metrics
 from jdllm.checkpoint import load
 from jdllm.config import EngineConfig
 from jdllm.denoise.window import Bucket
@@ -62,6 +63,34 @@ def test_the_most_that_a_policy_serves():
     )
 
 
+def page(**sizes: tuple[float, float, float]) -> str:
+    """/metrics, of each size calls, seconds and cost; two answers in 0.3 s, four gaps in 0.02 s."""
+    lines = ["jdllm_request_seconds_count 2.0", "jdllm_request_seconds_sum 0.3"]
+    lines += ["jdllm_between_steps_seconds_count 4.0", "jdllm_between_steps_seconds_sum 0.02"]
+    for name, (calls, seconds, cost) in sizes.items():
+        size = name.removeprefix("b")
+        lines += [
+            f'jdllm_step_seconds_bucket{{bucket="{size}",le="1.0"}} {calls}',
+            f'jdllm_step_seconds_count{{bucket="{size}"}} {calls}',
+            f'jdllm_step_seconds_sum{{bucket="{size}"}} {seconds}',
+            f'jdllm_step_cost_seconds{{bucket="{size}"}} {cost}',
+        ]
+    return "\n".join(lines)
+
+
+def test_a_machine_like_a_run():
+    """Steps cost their average in that run, or what the table says where there were few; so do gaps, and what clients
+    waited beyond what the server knows of."""
+    before = page(b1x8=(10, 1.0, 9.0), b4x32=(1, 0.5, 7.0))
+    after = page(b1x8=(10 + ENOUGH, 1.0 + 0.2 * ENOUGH, 8.0), b4x32=(ENOUGH, 4.0, 0.6), b4x64=(0, 0.0, 0.9))
+    answers = [live_run.Answer(1.0, 1.2, "a"), live_run.Answer(2.0, 2.4, "b")]
+    run = live_run.Run(answers, metrics(page()), live_run._sizes(before, after))
+    machine = like(run)
+    costs = [machine.seconds(*size) for size in ((1, 8), (2, 8), (4, 32), (1, 9), (1, 64), (4, 999))]
+    assert costs == pytest.approx([0.2, 0.6, 0.6, 0.6, 0.9, 0.9])
+    assert machine.gap == pytest.approx(0.005) and machine.outside == pytest.approx(0.15)
+
+
 def test_percentiles_as_numpy_has_them():
     assert live_run.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and live_run.percentile([1.0, 2.0], 100) == 2.0
 
@@ -104,8 +133,7 @@ def test_a_live_run_against_a_real_server():
     asked, works = policies.prepare(32, "dual")
     with live_run.server("block", print) as process:
         run = live_run.play(process.address, asked, policies.at(20.0, 32))
-        seconds = live_run.costs(process.address)
     assert all(answer.text == one.task.answer or answer.text for answer, one in zip(run.answers, asked, strict=True))
     summary = live_run.summary(run, slo=60.0)
-    assert summary["within_slo"] == 1.0 and 0.5 < summary["tokens_per_nfe"] <= 1.0 and seconds(16, 128) > 0
-    assert simulate(policies.at(20.0, 32), works, Slot(), Machine(16, seconds))
+    assert summary["within_slo"] == 1.0 and 0.5 < summary["tokens_per_nfe"] <= 1.0 and run.sizes
+    assert simulate(policies.at(20.0, 32), works, Slot(), like(run))
