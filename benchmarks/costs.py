@@ -52,7 +52,7 @@ def _run(engine: "Engine", asked: Sequence[workload.Request], rng: random.Random
                 engine.evict(row.slot)
                 running -= 1
         if engine.last_call is not None and engine.last_call is not before:
-            bucket, seconds = engine.last_call
+            bucket, seconds, _ = engine.last_call
             calls.append(((bucket.rows, bucket.packed), predicted, seconds))
         if rng.random() < 0.02:
             allowed = rng.randint(1, workload.ROWS)

@@ -114,11 +114,11 @@ def _sizes(before: str, after: str) -> list[Size]:
         (by_size(f"step_seconds_{what}", before), by_size(f"step_seconds_{what}", after)) for what in ("count", "sum")
     )
     grown = lambda pair, size: pair[1].get(size, 0.0) - pair[0].get(size, 0.0)
-    of = lambda size: tuple(int(number) for number in size.split("x"))
-    return [
-        Size(*of(size), grown(calls, size), grown(seconds, size), cost)
-        for size, cost in by_size("step_cost_seconds", after).items()
-    ]
+    found = []
+    for size, cost in by_size("step_cost_seconds", after).items():
+        rows, packed = map(int, size.split("x"))
+        found.append(Size(rows, packed, grown(calls, size), grown(seconds, size), cost))
+    return found
 
 
 async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Answer]:

@@ -38,6 +38,10 @@ POLICIES = {
 }
 """As ``--scheduler`` takes them. (``deadline`` does as ``slot`` where no request has a target: see ``burst``.)"""
 
+WARM = 2 * ROWS
+"""Requests at the start of a run of ``agree`` that do not count: a timer that follows arrivals and service times knows
+those of the run before until it has seen some of this one's."""
+
 LOAD, BURST = 0.7, 2.0
 THRESHOLDS = (0.9, 0.7, 0.5, 0.3)
 """What ``burst`` compares: the first is asked for, the others are the candidates."""
@@ -87,14 +91,14 @@ def agree(count: int, kind: str) -> dict[str, Any]:
                 times = at(load * rate, count)
                 run = live_run.play(process.address, asked, times)
                 machine = calibrate.like(run)
-                ordered = sorted(one.latency for one in engine_model.simulate(times, works, parse(text), machine))
+                found = engine_model.simulate(times, works, parse(text), machine)
                 rows.append(
                     {
                         "policy": name,
                         "load": load,
                         "rate": load * rate,
-                        "real": run.latency(50, 99),
-                        "simulated": [live_run.percentile(ordered, percent) for percent in (50, 99)],
+                        "real": percentiles(run.answers[WARM:]),
+                        "simulated": percentiles(found[WARM:]),
                         "gap": machine.gap,
                         "outside": machine.outside,
                     }
@@ -175,6 +179,12 @@ def capacity(count: int, kind: str, policy: str, slo: float, share: float) -> di
     return {"policy": policy, "slo": slo, "share": share, "rows": rows}
 
 
+def percentiles(served: Sequence[live_run.Answer | engine_model.Outcome]) -> list[float]:
+    """P50 and P99 of their latencies, seconds."""
+    ordered = sorted(one.latency for one in served)
+    return [live_run.percentile(ordered, percent) for percent in (50, 99)]
+
+
 def at(rate: float, count: int) -> list[float]:
     """The same Poisson stream for every policy, stretched to a rate."""
     return arrivals.poisson(np.random.default_rng(SEED), rate, count).tolist()
@@ -228,8 +238,10 @@ def main(given: Sequence[str] | None = None) -> None:
             command.add_argument("--slo", type=float, required=True, help="seconds")
             command.add_argument("--share", type=float, default=0.99, help="of the requests that must keep it")
     options = parser.parse_args(given)
-    if options.n < ROWS or options.n % ROWS:
-        parser.error(f"--n: {options.n} must be a multiple of {ROWS}, since batches without a timer must fill")
+    least = 2 * WARM if options.what == "agree" else ROWS
+    if options.n < least or options.n % ROWS:
+        text = f"must be a multiple of {ROWS}, since batches without a timer must fill, and at least {least}"
+        parser.error(f"--n: {options.n} {text}")
     own = (options.scheduler, options.slo, options.share) if options.what == "capacity" else ()
     runtime.configure()
     from benchmarks import machine  # JAX comes in here

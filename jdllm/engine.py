@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +149,15 @@ class Counters:
         return self.refreshed / self.needed if self.needed else 0.0
 
 
+class Timing(NamedTuple):
+    """A call of the compiled step: its bucket, seconds from its start to its report, and when that came
+    (``time.perf_counter``)."""
+
+    bucket: Bucket
+    seconds: float
+    ended: float
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     report: Array
@@ -174,7 +183,7 @@ _SHADOW = "shadow of a guided request"
 
 class Engine:
     """One device-resident batch. Not thread-safe: one thread owns it. ``counters`` says what it has done, ``costs`` how
-    long calls take, ``last_call`` the bucket and seconds of the call whose rows ``read`` returned last.
+    long calls take, ``last_call`` how long the call took whose rows ``read`` returned last.
 
     Args:
         params: flat weights (jdllm.models.llada.Params) on one device; their dtype is the compute dtype.
@@ -204,7 +213,7 @@ class Engine:
         if len(devices) != 1:
             raise ValueError(f"params: weights on {len(devices)} devices; an engine runs on one so far")
         self._inserted = 0
-        self.last_call: tuple[Bucket, float] | None = None
+        self.last_call: Timing | None = None
         self.costs = CostTable()
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._insert: jax.stages.Compiled
@@ -396,8 +405,9 @@ class Engine:
             return []
         rows, reports = [], np.asarray(call.report)
         if call.begin is not None:
-            self.last_call = call.bucket, time.perf_counter() - call.begin
-            self.costs.observe(*self.last_call)
+            now = time.perf_counter()
+            self.last_call = Timing(call.bucket, now - call.begin, now)
+            self.costs.observe(call.bucket, self.last_call.seconds)
         for slot, numbers in enumerate(reports):
             report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
             self.counters.needed += report.pop("computed")

@@ -248,8 +248,7 @@ class EngineLoop:
     def _serve(self, engine: "Engine") -> None:
         """Step while there is work, sleep while there is none; returns when told to stop."""
         while True:
-            rows = self._report(engine)
-            reported = time.perf_counter() if rows else None
+            rows, reported = self._report(engine)
             # Rows that have ended leave before the next call, so that others have their slots in it. Everything else
             # that a report says is read while the device works, unless the policy steers by it.
             later = [row for row in rows if row.live and not self._policy.steers]
@@ -294,13 +293,14 @@ class EngineLoop:
                     self._read(engine, row)
             self._post_news()
 
-    def _report(self, engine: "Engine") -> "list[Row]":
-        """The rows of the call in flight."""
+    def _report(self, engine: "Engine") -> "tuple[list[Row], float | None]":
+        """The rows of the call in flight, and when its report came; None where there was none, or nobody left."""
         before, rows = engine.last_call, engine.read()
-        if engine.last_call is not None and engine.last_call is not before:
-            bucket, seconds = engine.last_call
-            self._metrics.step_seconds.labels(f"{bucket.rows}x{bucket.packed}").observe(seconds)
-        return rows
+        call = engine.last_call
+        if call is None or call is before:
+            return rows, None
+        self._metrics.step_seconds.labels(f"{call.bucket.rows}x{call.bucket.packed}").observe(call.seconds)
+        return rows, call.ended
 
     def _decide(self, engine: "Engine") -> tuple[list[Job], Mapping[int, float]]:
         """Ask the policy. Move those that it admits to the lowest free slots, end those that it sheds; return the
@@ -521,4 +521,4 @@ def _pass_seconds(engine: "Engine") -> float:
     widest."""
     if (call := engine.last_call) is None:  # read once: the engine's thread may set it meanwhile
         return max(engine.costs.table().values(), default=0.0)
-    return engine.costs.of(call[0]) / call[0].steps
+    return engine.costs.of(call.bucket) / call.bucket.steps

@@ -17,7 +17,7 @@ import uvicorn
 from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.costs import CostTable
 from jdllm.denoise.window import Bucket
-from jdllm.engine import Counters, Pass, Row
+from jdllm.engine import Counters, Pass, Row, Timing
 from jdllm.serving.api import ServerConfig, create_app
 from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class ScriptEngine:
         self.resets = 0
         self.fault: Callable[[], None] | None = None  # called in every step
         self.counters, self.costs = Counters(), CostTable()
-        self.last_call: tuple[Bucket, float] | None = None
+        self.last_call: Timing | None = None
 
     def reset(self) -> None:
         self.rows, self.report = {}, []
@@ -136,8 +136,8 @@ class ScriptEngine:
         report, self.report = self.report, []
         if report:
             time.sleep(self.step_seconds_each)
-            self.last_call = Bucket(1, 8), self.step_seconds_each
-            self.costs.observe(*self.last_call)
+            self.last_call = Timing(Bucket(1, 8), self.step_seconds_each, time.perf_counter())
+            self.costs.observe(Bucket(1, 8), self.step_seconds_each)
         return [row for row in report if self.rows.get(row.slot, {}).get("handle") is row.handle]
 
     def dispatch(self, hold: Callable[[list[Pass]], Collection[int]] | None = None) -> bool:
