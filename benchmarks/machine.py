@@ -35,9 +35,9 @@ def commit() -> str | None:
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        # Results are written into the tree by the benchmarks themselves.
+        # Results and what is made of them are written into the tree by the benchmarks themselves.
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"],
+            [*git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md", ":!docs"],
             capture_output=True,
             text=True,
             check=True,

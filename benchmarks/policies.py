@@ -57,12 +57,13 @@ def prepare(count: int, kind: str, thresholds: Sequence[float] = ()) -> tuple[li
     return asked, workload.record(engine, model, asked, thresholds)
 
 
-def compare(count: int, kind: str) -> dict[str, Any]:
+def compare(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
     """Rows of policy and load; ``slo`` is three times the median latency of a request alone."""
     asked, works = prepare(count, kind)
     rows: list[dict[str, Any]] = []
     rate = slo = 0.0
-    for name, text in POLICIES.items():
+    for name in names:
+        text = POLICIES[name]
         with live_run.server(text, log) as process:
             if not rows:
                 like = calibrate.calibrate(process.address, asked, works)
@@ -75,13 +76,14 @@ def compare(count: int, kind: str) -> dict[str, Any]:
     return {"rate": rate, "slo": slo, "rows": rows}
 
 
-def agree(count: int, kind: str) -> dict[str, Any]:
+def agree(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
     """Rows of policy and its own utilization: measured and simulated percentiles, on a machine that is like the server
     was in that run."""
     asked, works = prepare(count, kind)
     rows: list[dict[str, Any]] = []
     known: Machine | None = None
-    for name, text in POLICIES.items():
+    for name in names:
+        text = POLICIES[name]
         with live_run.server(text, log) as process:
             if known is None:
                 known = calibrate.calibrate(process.address, asked, works)
@@ -233,6 +235,8 @@ def main(given: Sequence[str] | None = None) -> None:
         command.add_argument("--kind", choices=tuple(workload.KINDS), default=KIND.get(name, "dual"))
         command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
         command.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG or SVG)")
+        if name in ("compare", "agree"):
+            command.add_argument("--policy", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), metavar="NAME")
         if name == "capacity":
             command.add_argument("--scheduler", default="slot")
             command.add_argument("--slo", type=float, required=True, help="seconds")
@@ -242,7 +246,11 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.n < least or options.n % ROWS:
         text = f"must be a multiple of {ROWS}, since batches without a timer must fill, and at least {least}"
         parser.error(f"--n: {options.n} {text}")
-    own = (options.scheduler, options.slo, options.share) if options.what == "capacity" else ()
+    own: tuple[Any, ...] = ()
+    if options.what == "capacity":
+        own = (options.scheduler, options.slo, options.share)
+    elif options.what in ("compare", "agree"):
+        own = (options.policy,)
     runtime.configure()
     from benchmarks import machine  # JAX comes in here
 

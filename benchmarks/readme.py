@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import costs, decoders, orders, policies_report, server, shapes, simulate, step
+from benchmarks import costs, decoders, evaluate, orders, overhead, policies_report, server, shapes, simulate, step
 from benchmarks.machine import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,6 +27,8 @@ DOCUMENTS: dict[Path, Tables] = {
         "decoders": decoders.table,
         "server": server.table,
     },
+    ROOT / "docs" / "overhead.md": {"overhead": overhead.table},
+    ROOT / "docs" / "characterization.md": {"evaluate": evaluate.table},
     ROOT / "docs" / "schedulers.md": {
         "table3": simulate.table,
         "fill": simulate.table,

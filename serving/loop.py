@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from jdllm.config import RequestError
 from jdllm.decoders import slots_needed, sure_above
-from jdllm.runtime import NOT_FINITE, default_max_tokens
+from jdllm.runtime import default_max_tokens
 from jdllm.serving import outlook
 from jdllm.serving.errors import ApiError, from_exception, retry_headers
 from jdllm.serving.forecast import Forecast
-from jdllm.serving.job import Commit, Job
+from jdllm.serving.job import Job
 from jdllm.serving.logs import fields
 from jdllm.serving.metrics import Metrics
+from jdllm.serving.reading import take_over
 from jdllm.serving.schedulers import Policy, Running, Slot, View
-from jdllm.serving.stream import Alternative
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
     from jdllm.engine import Engine, Row
@@ -384,45 +384,23 @@ class EngineLoop:
             self._metrics.queue_seconds.observe(job.started - job.arrived)
 
     def _read(self, engine: "Engine", row: "Row") -> None:
-        """Take over what a report says of one row."""
+        """Take over what a report says of one row, and end its job if that is over."""
         job = self._running.get(row.slot)
         if job is None or job.cancelled or row.handle != job:
             return
-        if job.commits is not None and row.nfe > job.nfe:
-            job.commits += _commits(row, job.nfe)
-            self._news[id(job)] = job
-        job.nfe, job.width = row.nfe, row.width
-        if row.failed:
-            engine.evict(row.slot)
-            self._fail(row.slot, job, ApiError(500, NOT_FINITE, code="non_finite"))
-            return
-        begin = row.prompt_length if job.begin is None else job.begin
-        end = row.stop if row.stop >= 0 else row.prefix
-        end = (end if job.limit is None else min(end, job.limit)) - begin
-        if end > job.read:
-            new = slice(begin + job.read, begin + end)
-            ids, kept = row.tokens[new].tolist(), None
-            if not job.read:
-                job.first_text = time.monotonic()
-                self._metrics.first_text_seconds.observe(job.first_text - job.arrived)
-            job.read = end
-            if job.limit is not None:
-                stops = self._stop_ids(job)
-                kept = 0 if job.cut else next((i for i, token in enumerate(ids) if token in stops), None)
-                job.cut = kept is not None
-            logprobs = row.logprobs[new][:kept].tolist() if job.logprobs else ()
-            job.answer.extend(ids[:kept], logprobs, _alternatives(engine, job, new)[:kept])
-            if job.stream:
-                self._news[id(job)] = job
-        if job.answer.stopped or not row.live:
-            job.answer.close()
-            engine.evict(row.slot)
-            stopped = job.answer.stopped or job.cut
-            self._finish(row.slot, job, "stop" if stopped else row.finish_reason or "length")
-
-    def _stop_ids(self, job: Job) -> tuple[int, ...]:
         assert self.model is not None
-        return (self.model.config.eos_id,) if job.decode.stop_ids is None else job.decode.stop_ids
+        read_before = job.read
+        end, news = take_over(row, job, engine, self.model.config.eos_id)
+        if job.read and not read_before:
+            self._metrics.first_text_seconds.observe(job.first_text - job.arrived)
+        if news:
+            self._news[id(job)] = job
+        if end is not None:
+            engine.evict(row.slot)
+        if isinstance(end, ApiError):
+            self._fail(row.slot, job, end)
+        elif end is not None:
+            self._finish(row.slot, job, end)
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()
@@ -496,24 +474,6 @@ class EngineLoop:
             return time.monotonic() - min(job.arrived for job in self._waiting)
         except ValueError:
             return 0.0
-
-
-def _commits(row: "Row", seen: int) -> list[Commit]:
-    """What was committed after the first ``seen`` passes of a row."""
-    passes, logprobs = row.committed, row.logprobs
-    return [
-        Commit(int(at) - row.prompt_length, int(row.tokens[at]), float(logprobs[at]), int(passes[at]))
-        for at in (passes > seen).nonzero()[0]
-    ]
-
-
-def _alternatives(engine: "Engine", job: Job, new: slice) -> list[list[Alternative]]:
-    """Of the canvas positions ``new``, if they were asked for."""
-    if not job.decode.alternatives:
-        return []
-    ids, logprobs = (array[new, : job.decode.alternatives].tolist() for array in engine.alternatives(job.slots[0]))
-    pairs = [zip(*both, strict=True) for both in zip(ids, logprobs, strict=True)]
-    return [[pair for pair in one if pair[1] > -math.inf] for one in pairs]  # a small vocabulary has fewer
 
 
 def _pass_seconds(engine: "Engine") -> float:
