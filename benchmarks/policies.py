@@ -43,7 +43,7 @@ WARM = 2 * ROWS
 those of the run before until it has seen some of this one's."""
 
 LOAD, BURST = 0.7, 2.0
-THRESHOLDS = (0.9, 0.7, 0.5, 0.3)
+THRESHOLDS = (0.9999, 0.999, 0.99, 0.9)
 """What ``burst`` compares: the first is asked for, the others are the candidates."""
 
 

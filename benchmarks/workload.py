@@ -21,10 +21,11 @@ ROWS, LENGTH, ROOM = 16, 256, 8
 KINDS: dict[str, dict[str, Any]] = {
     "d2f": {},
     "dual": {"decoder": "fast-dllm", "cache": "dual", "block_size": 8, "threshold": 1.5},
-    "threshold": {"decoder": "fast-dllm", "cache": "dual", "block_size": 8},
+    "threshold": {"decoder": "fast-dllm", "cache": "none", "block_size": 8, "threshold": 0.9999},
 }
 """Settings of the requests of a workload: the shipped model's defaults; Fast-dLLM's dual cache a token at a time, where
-every block begins with a refresh and answers take as many passes as they have tokens; and by its threshold."""
+every block begins with a refresh and answers take as many passes as they have tokens; and Fast-dLLM without a cache, by
+a threshold so high that the model is not often so sure, where a pass costs the whole canvas."""
 
 
 @dataclasses.dataclass(frozen=True)

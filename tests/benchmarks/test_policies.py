@@ -50,7 +50,7 @@ def test_lower_thresholds_are_recorded_beside_the_asked_one(opened):
     model, engine = opened
     works = workload.record(engine, model, workload.requests(model, 4, "threshold"), (0.5, 0.1))
     for work in works:
-        assert list(work.traces) == [0.9, 0.5, 0.1] and work.wanted == 0.9 and work.refreshes
+        assert list(work.traces) == [0.9999, 0.5, 0.1] and work.wanted == 0.9999 and not work.refreshes
         lengths = [len(steps) for steps in work.traces.values()]
         assert lengths == sorted(lengths, reverse=True)
 
