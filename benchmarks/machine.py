@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ def provenance(module: str) -> dict[str, Any]:
             "device": jax.devices()[0].device_kind,
             "python": platform.python_version(),
         },
-        "command": " ".join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
 
 

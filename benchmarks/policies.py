@@ -1,6 +1,6 @@
 """Schedulers on a live server: python -m benchmarks.policies compare|agree|block|burst|capacity [--json FILE].
 
-    compare    every policy under the same arrivals, at shares of what the default policy can serve
+    compare    every policy under the same arrivals, at shares of what one of them can serve (--of)
     agree      every policy at shares of what it can serve itself, beside the same run simulated
     block      block cycles beside synchronized batches: short and long answers mixed, all there from the start
     burst      twice the load for a while: thresholds that follow it beside fixed ones
@@ -57,8 +57,9 @@ def prepare(count: int, kind: str, thresholds: Sequence[float] = ()) -> tuple[li
     return asked, workload.record(engine, model, asked, thresholds)
 
 
-def compare(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
-    """Rows of policy and load; ``slo`` is three times the median latency of a request alone."""
+def compare(count: int, kind: str, names: Sequence[str], of: str) -> dict[str, Any]:
+    """Rows of policy and load, 1 being what policy ``of`` can serve; ``slo`` is three times the median latency of a
+    request alone."""
     asked, works = prepare(count, kind)
     rows: list[dict[str, Any]] = []
     rate = slo = 0.0
@@ -67,7 +68,7 @@ def compare(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
         with live_run.server(text, log) as process:
             if not rows:
                 like = calibrate.calibrate(process.address, asked, works)
-                rate, slo = calibrate.rate_of(like, works, parse("slot")), 3 * median_alone(like, works)
+                rate, slo = calibrate.rate_of(like, works, parse(POLICIES[of])), 3 * median_alone(like, works)
             live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 run = live_run.play(process.address, asked, at(load * rate, count))
@@ -237,6 +238,8 @@ def main(given: Sequence[str] | None = None) -> None:
         command.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG or SVG)")
         if name in ("compare", "agree"):
             command.add_argument("--policy", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), metavar="NAME")
+        if name == "compare":
+            command.add_argument("--of", choices=tuple(POLICIES), default="slot", help="what serves a load of 1")
         if name == "capacity":
             command.add_argument("--scheduler", default="slot")
             command.add_argument("--slo", type=float, required=True, help="seconds")
@@ -249,7 +252,9 @@ def main(given: Sequence[str] | None = None) -> None:
     own: tuple[Any, ...] = ()
     if options.what == "capacity":
         own = (options.scheduler, options.slo, options.share)
-    elif options.what in ("compare", "agree"):
+    elif options.what == "compare":
+        own = (options.policy, options.of)
+    elif options.what == "agree":
         own = (options.policy,)
     runtime.configure()
     from benchmarks import machine  # JAX comes in here

@@ -1,10 +1,11 @@
 """The README's measured tables are those of the results files, and are made as promised."""
 
 import json
+import shlex
 
 import pytest
 
-from benchmarks import readme, tables
+from benchmarks import machine, readme, tables
 
 
 @pytest.mark.parametrize("path", readme.DOCUMENTS, ids=lambda path: path.name)
@@ -33,3 +34,18 @@ def test_columns_are_aligned_and_numbers_stand_right():
     assert tables.markdown(["name", "n"], [["a", 1.5], ["bcdef", None], ["g", "90 %"]]) == (
         "| name  |    n |\n|-------|-----:|\n| a     |  1.5 |\n| bcdef |      |\n| g     | 90 % |"
     )
+
+
+def test_the_command_of_a_result_runs_as_it_stands(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["policies.py", "compare", "--policy", "fixed fill", "--n", "16"])
+    told = machine.provenance("benchmarks.policies")["command"]
+    assert shlex.split(told) == [
+        "python",
+        "-m",
+        "benchmarks.policies",
+        "compare",
+        "--policy",
+        "fixed fill",
+        "--n",
+        "16",
+    ]
