@@ -222,7 +222,7 @@ KIND = {"burst": "threshold"}
 def lines_of(doc: str) -> Iterator[tuple[str, str]]:
     """Name and text of each part, from the module's own words."""
     for line in doc.splitlines():
-        name, _, text = line.strip().partition("    ")
+        name, _, text = line.strip().partition(" ")
         if name in PARTS:
             yield name, text.strip()
 

@@ -116,6 +116,14 @@ def test_flags(capsys):
     assert "--n: 20 must be a multiple of 16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", policies.PARTS)
+def test_every_part_is_a_command(part, capsys):
+    with pytest.raises(SystemExit) as done:
+        policies.main([part, "--help"])
+    assert done.value.code == 0 and f"benchmarks.policies {part}" in capsys.readouterr().out
+    assert part in dict(policies.lines_of(policies.__doc__))
+
+
 def test_predictions_of_costs_are_made_before_the_call(opened):
     model, engine = opened
     asked = workload.requests(model, 12, "d2f")
