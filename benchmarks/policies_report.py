@@ -5,6 +5,9 @@ from typing import Any
 
 from benchmarks import tables
 
+CLOSE = 0.15
+"""The goal for what is simulated, relative to what was measured."""
+
 
 def table(results: dict[str, Any]) -> str:
     """Rows as Markdown, and what they were measured with."""
@@ -13,6 +16,8 @@ def table(results: dict[str, Any]) -> str:
     ](results)
     source = f"{results['machine']['cpu']}, {results['machine']['cpus']} CPUs for server and client together"
     note = f"Requests: {results['kind']}; {source}; commit {results['commit']}; `{results['command']}`"
+    if results["part"] == "agree":
+        note = f"{_agreement(results)} {note}"
     return f"{tables.markdown(header, rows)}\n\n{note}"
 
 
@@ -50,6 +55,13 @@ def _agree(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             cells += [_ms(real), _ms(model), f"{100 * (model / real - 1):+.0f} %"]
         rows.append(cells)
     return ["policy", "load", "requests/s", "P50", "simulated", "off", "P99", "simulated", "off"], rows
+
+
+def _agreement(results: dict[str, Any]) -> str:
+    """How many percentiles are simulated as well as they should be."""
+    pairs = [pair for r in results["rows"] for pair in zip(r["real"], r["simulated"], strict=True)]
+    near = sum(abs(model / real - 1) <= CLOSE for real, model in pairs)
+    return f"Within {100 * CLOSE:.0f} %: {near} of {len(pairs)}."
 
 
 def _block(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -99,6 +99,7 @@ def test_percentiles_as_numpy_has_them():
     ("part", "row", "shown"),
     [
         ("agree", {"policy": "slot", "load": 0.3, "rate": 2.0, "real": [0.1, 0.2], "simulated": [0.11, 0.19]}, "+10 %"),
+        ("agree", {"policy": "a", "load": 0.3, "rate": 2.0, "real": [1, 2], "simulated": [1.1, 1]}, "15 %: 1 of 2"),
         ("block", {"policy": "block", "seconds": 2.0, "tokens_per_second": 50.0, "steps": 4.0}, "1.00x"),
         ("capacity", {"on": "live", "rate": 12.0, "probes": [[1, True]]}, "12.0"),
     ],
