@@ -6,11 +6,10 @@ beyond what the server did.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks import live_run
 from benchmarks.engine_model import Machine, Work, simulate
-from benchmarks.http_client import Address
 from benchmarks.live_run import Run
 from benchmarks.workload import ROWS, Request
 from jdllm.serving.schedulers import Policy, Slot
@@ -23,11 +22,12 @@ ENOUGH = 5
 """Calls of a size whose average counts."""
 
 
-def calibrate(address: Address, asked: Sequence[Request], works: Sequence[Work]) -> Machine:
-    """Of a server under ``slot``, under about half the load that it can carry."""
-    at_once = live_run.play(address, asked[:WARM], [0.0] * len(asked[:WARM]))
-    rate = rate_of(like(at_once), works, Slot()) / 2
-    return like(live_run.play(address, asked, [i / rate for i in range(len(asked))]))
+def calibrate(asked: Sequence[Request], works: Sequence[Work], log: Callable[[str], None]) -> Machine:
+    """Of a server of its own under ``slot``, under about half the load that it can carry."""
+    with live_run.server("slot", log) as process:
+        at_once = live_run.play(process.address, asked[:WARM], [0.0] * len(asked[:WARM]))
+        rate = rate_of(like(at_once), works, Slot()) / 2
+        return like(live_run.play(process.address, asked, [i / rate for i in range(len(asked))]))
 
 
 def like(run: Run) -> Machine:

@@ -61,14 +61,11 @@ def compare(count: int, kind: str, names: Sequence[str], of: str) -> dict[str, A
     """Rows of policy and load, 1 being what policy ``of`` can serve; ``slo`` is three times the median latency of a
     request alone."""
     asked, works = prepare(count, kind)
+    like = calibrate.calibrate(asked, works, log)
+    rate, slo = calibrate.rate_of(like, works, parse(POLICIES[of])), 3 * median_alone(like, works)
     rows: list[dict[str, Any]] = []
-    rate = slo = 0.0
     for name in names:
-        text = POLICIES[name]
-        with live_run.server(text, log) as process:
-            if not rows:
-                like = calibrate.calibrate(process.address, asked, works)
-                rate, slo = calibrate.rate_of(like, works, parse(POLICIES[of])), 3 * median_alone(like, works)
+        with live_run.server(POLICIES[name], log) as process:
             live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 run = live_run.play(process.address, asked, at(load * rate, count))
@@ -81,14 +78,12 @@ def agree(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
     """Rows of policy and its own utilization: measured and simulated percentiles, on a machine that is like the server
     was in that run."""
     asked, works = prepare(count, kind)
+    known = calibrate.calibrate(asked, works, log)
     rows: list[dict[str, Any]] = []
-    known: Machine | None = None
     for name in names:
         text = POLICIES[name]
+        rate = calibrate.rate_of(known, works, parse(text))
         with live_run.server(text, log) as process:
-            if known is None:
-                known = calibrate.calibrate(process.address, asked, works)
-            rate = calibrate.rate_of(known, works, parse(text))
             live_run.play(process.address, asked[:ROWS], [0.0] * ROWS)
             for load in LOADS:
                 times = at(load * rate, count)
@@ -141,9 +136,8 @@ def burst(count: int, kind: str) -> dict[str, Any]:
     carry, BURST times that in the middle third."""
     asked, works = prepare(count, kind)
     field = "skip_threshold" if kind == "d2f" else "threshold"
-    with live_run.server("slot", log) as process:
-        like = calibrate.calibrate(process.address, asked, works)
-        rate, slo = calibrate.rate_of(like, works, parse("slot")), 4 * median_alone(like, works)
+    like = calibrate.calibrate(asked, works, log)
+    rate, slo = calibrate.rate_of(like, works, parse("slot")), 4 * median_alone(like, works)
     length = count / (LOAD * rate * (2 + BURST) / 3)
     times = arrivals.burst(np.random.default_rng(SEED), LOAD * rate, BURST, length / 3, 2 * length / 3, count).tolist()
     adaptive = f"deadline,thresholds={'/'.join(map(str, THRESHOLDS[1:]))},debounce=0.2"
@@ -165,9 +159,8 @@ def burst(count: int, kind: str) -> dict[str, Any]:
 def capacity(count: int, kind: str, policy: str, slo: float, share: float) -> dict[str, Any]:
     """On the simulator, and on the live server from there."""
     asked, works = prepare(count, kind, getattr(parse(policy), "candidates", ()))
+    like = calibrate.calibrate(asked, works, log)
     with live_run.server(policy, log) as process:
-        with live_run.server("slot", log) as other:
-            like = calibrate.calibrate(other.address, asked, works)
 
         def simulated(rate: float) -> bool:
             outcomes = engine_model.simulate(at(rate, count), works, parse(policy), like)
