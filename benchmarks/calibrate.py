@@ -5,6 +5,8 @@ cost table says. Between two steps lies the run's average; outside the engine a 
 beyond what the server did.
 """
 
+import bisect
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -19,7 +21,7 @@ WARM = 64
 """Requests of the run before the one that counts."""
 
 ENOUGH = 5
-"""Calls of a size whose average counts."""
+"""Calls of a size whose average counts, and of a window whose pace does."""
 
 
 def calibrate(asked: Sequence[Request], works: Sequence[Work], log: Callable[[str], None]) -> Machine:
@@ -35,6 +37,19 @@ def like(run: Run) -> Machine:
     inside = run.average("request_seconds")
     outside = statistics.mean(answer.latency for answer in run.answers) - inside
     return Machine(ROWS, _step_seconds(run), gap=run.average("between_steps_seconds"), outside=max(0.0, outside))
+
+
+def at_its_pace(run: Run) -> Machine:
+    """The same, and where that was slower or quicker than on average for some seconds, so is this one: a scheduler
+    answers for its queue, not for other work on its processors."""
+    machine, ends, paces = like(run), [], []
+    for window in run.windows:
+        took = sum(size.seconds for size in window.sizes)
+        expected = sum(size.calls * machine.seconds(size.rows, size.packed) for size in window.sizes)
+        ends.append(window.until)
+        paces.append(took / expected if sum(size.calls for size in window.sizes) >= ENOUGH else 1.0)
+    pace = lambda now: paces[place] if (place := bisect.bisect_left(ends, now)) < len(ends) else 1.0
+    return dataclasses.replace(machine, pace=pace)
 
 
 def _step_seconds(run: Run) -> Seconds:

@@ -7,7 +7,7 @@ passes does not hang on its neighbours, so it is recorded once (benchmarks.workl
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdllm.serving.forecast import Forecast
 from jdllm.serving.schedulers import Pass, Policy, Running, View, Waiting
@@ -76,6 +76,7 @@ class Machine:
         gap: seconds between a report and the next call.
         outside: seconds of a request before it is queued and after it has ended.
         room: positions of keys and values.
+        pace: at a moment, by how much steps take longer than ``seconds`` and ``gap`` say.
     """
 
     slots: int
@@ -83,6 +84,7 @@ class Machine:
     gap: float = 0.0
     outside: float = 0.0
     room: float = math.inf
+    pace: Callable[[float], float] = lambda now: 1.0
 
 
 @dataclasses.dataclass
@@ -229,7 +231,8 @@ class _Run:
     def _call(self, going: Sequence[int]) -> None:
         self.held_all = False
         wide = sum(self.rows[slot].step.width for slot in going)
-        self.now += self.machine.gap + self.machine.seconds(max(going) + 1, wide)
+        took = self.machine.gap + self.machine.seconds(max(going) + 1, wide)
+        self.now += self.machine.pace(self.now) * took
         for slot in going:
             row = self.rows[slot]
             if row.advance(self.now):

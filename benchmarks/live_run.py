@@ -16,6 +16,9 @@ from benchmarks.server_process import ServerProcess, get, metrics
 from benchmarks.soak_requests import CHAT
 from benchmarks.workload import LENGTH, ROWS, Request
 
+LOOK = 2.0
+"""Seconds between two looks at the server's metrics in a run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
@@ -43,13 +46,23 @@ class Size:
 
 
 @dataclasses.dataclass(frozen=True)
+class Window:
+    """Some seconds of a run: when they end, on the clock of the arrivals, and what the server says of its steps in
+    them."""
+
+    until: float
+    sizes: list[Size]
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """All answers of one run, and what the server counted meanwhile: its counters' growth, by their names, and what it
-    says of its steps."""
+    says of its steps, in all and window by window."""
 
     answers: list[Answer]
     counted: dict[str, float]
     sizes: list[Size]
+    windows: list[Window] = dataclasses.field(default_factory=list)
 
     def latency(self, *percents: float) -> list[float]:
         """Percentiles, seconds."""
@@ -68,6 +81,11 @@ class Run:
     def average(self, name: str) -> float:
         """Of a histogram of the server's."""
         return self.counted[f"jdllm_{name}_sum"] / max(self.counted[f"jdllm_{name}_count"], 1)
+
+    @property
+    def widest(self) -> Size:
+        """Of the sizes of its steps that with the most positions."""
+        return max((size for size in self.sizes if size.calls), key=lambda size: size.packed)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -96,12 +114,15 @@ def play(address: Address, asked: Sequence[Request], arrivals: Sequence[float]) 
     Args:
         arrivals: seconds, not decreasing.
     """
+    bodies = [json.dumps(one.body).encode() for one in asked]
     before = get(address, "/metrics")[1].decode()
-    answers = asyncio.run(_play(address, [json.dumps(one.body).encode() for one in asked], arrivals))
+    answers, looks = asyncio.run(_watched(address, bodies, arrivals))
     after = get(address, "/metrics")[1].decode()
     known = metrics(before)
     counted = {name: value - known.get(name, 0.0) for name, value in metrics(after).items()}
-    return Run(answers, counted, _sizes(before, after))
+    pages = [before, *(page for _, page in looks)]
+    windows = [Window(until, _sizes(earlier, page)) for earlier, (until, page) in zip(pages[:-1], looks, strict=True)]
+    return Run(answers, counted, _sizes(before, after), windows)
 
 
 def _sizes(before: str, after: str) -> list[Size]:
@@ -121,9 +142,21 @@ def _sizes(before: str, after: str) -> list[Size]:
     return found
 
 
-async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Answer]:
-    idle: list[Connection] = []
+async def _watched(
+    address: Address, bodies: Sequence[bytes], arrivals: Sequence[float]
+) -> tuple[list[Answer], list[tuple[float, str]]]:
+    """The answers, and the server's metrics every LOOK seconds, with the time of each."""
+    looks = []
     begin = time.perf_counter() - arrivals[0]
+    playing = asyncio.ensure_future(_play(address, bodies, arrivals, begin))
+    while not (await asyncio.wait([playing], timeout=LOOK))[0]:
+        page = await asyncio.to_thread(get, address, "/metrics")
+        looks.append((time.perf_counter() - begin, page[1].decode()))
+    return await playing, looks
+
+
+async def _play(address: Address, bodies: Sequence[bytes], arrivals: Sequence[float], begin: float) -> list[Answer]:
+    idle: list[Connection] = []
 
     async def ask(body: bytes, at: float) -> Answer:
         kept = idle.pop() if idle else None
@@ -169,4 +202,6 @@ def summary(run: Run, slo: float) -> dict[str, Any]:
         "goodput": run.within(slo) * count / run.seconds,
         "tokens_per_nfe": counted["jdllm_committed_tokens_total"] / counted["jdllm_forward_passes_total"],
         "wasted": 1 - needed / computed,
+        "widest": run.widest.packed,
+        "widest_seconds": run.widest.seconds / run.widest.calls,
     }

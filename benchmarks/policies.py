@@ -38,6 +38,9 @@ POLICIES = {
 }
 """As ``--scheduler`` takes them. (``deadline`` does as ``slot`` where no request has a target: see ``burst``.)"""
 
+OF = "fixed fill"
+"""With a load as a share of what this can serve, ``compare`` has the utilization of 2608.23807."""
+
 WARM = 2 * ROWS
 """Requests at the start of a run of ``agree`` that do not count: a timer that follows arrivals and service times knows
 those of the run before until it has seen some of this one's."""
@@ -88,7 +91,7 @@ def agree(count: int, kind: str, names: Sequence[str]) -> dict[str, Any]:
             for load in LOADS:
                 times = at(load * rate, count)
                 run = live_run.play(process.address, asked, times)
-                machine = calibrate.like(run)
+                machine = calibrate.at_its_pace(run)
                 found = engine_model.simulate(times, works, parse(text), machine)
                 rows.append(
                     {
@@ -232,7 +235,8 @@ def main(given: Sequence[str] | None = None) -> None:
         if name in ("compare", "agree"):
             command.add_argument("--policy", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), metavar="NAME")
         if name == "compare":
-            command.add_argument("--of", choices=tuple(POLICIES), default="slot", help="what serves a load of 1")
+            text = f"what serves a load of 1 (default {OF})"
+            command.add_argument("--of", choices=tuple(POLICIES), default=OF, help=text)
         if name == "capacity":
             command.add_argument("--scheduler", default="slot")
             command.add_argument("--slo", type=float, required=True, help="seconds")

@@ -44,7 +44,11 @@ def _served(row: dict[str, Any]) -> list[str]:
 
 
 def _compare(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    return ["policy", "load", *_SERVED], [[r["policy"], f"{r['load']:.2f}", *_served(r)] for r in results["rows"]]
+    rows = [
+        [r["policy"], f"{r['load']:.2f}", *_served(r), f"{r['widest']} ({_ms(r['widest_seconds'])})"]
+        for r in results["rows"]
+    ]
+    return ["policy", "load", *_SERVED, "widest step"], rows
 
 
 def _agree(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

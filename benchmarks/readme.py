@@ -33,7 +33,6 @@ DOCUMENTS: dict[Path, Tables] = {
         "table3": simulate.table,
         "fill": simulate.table,
         "costs": costs.table,
-        "slot": policies_report.table,
         "policies": policies_report.table,
         "agree": policies_report.table,
         "block": policies_report.table,

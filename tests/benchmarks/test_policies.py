@@ -1,12 +1,13 @@
 """Live comparison of schedulers: workload, calibration, tables; a small run against a real server."""
 
+import dataclasses
 import json
 import random
 
 import pytest
 
 from benchmarks import costs, live_run, policies, policies_report, workload
-from benchmarks.calibrate import ENOUGH, like, makespan, rate_of
+from benchmarks.calibrate import ENOUGH, at_its_pace, like, makespan, rate_of
 from benchmarks.engine_model import Machine, Step, Work, simulate
 from benchmarks.server_process import metrics
 from jdllm.checkpoint import load
@@ -91,6 +92,24 @@ def test_a_machine_like_a_run():
     assert machine.gap == pytest.approx(0.005) and machine.outside == pytest.approx(0.15)
 
 
+def test_a_machine_is_as_slow_as_the_server_was_at_that_time():
+    size = lambda calls, seconds: live_run.Size(4, 32, calls, seconds, 9.0)
+    windows = [
+        live_run.Window(2.0, [size(10, 1.0)]),  # as on average
+        live_run.Window(4.0, [size(10, 3.0)]),
+        live_run.Window(6.0, [size(ENOUGH - 1, 9.0)]),  # too few to say
+    ]
+    counted = metrics(page(b4x32=(0, 0.0, 9.0)))
+    run = live_run.Run([live_run.Answer(0.0, 0.15, "a")], counted, [size(40, 4.0)], windows)
+    machine = at_its_pace(run)
+    assert [machine.pace(at) for at in (0.0, 2.0, 2.1, 4.0, 5.0, 7.0)] == pytest.approx([1.0, 1.0, 3.0, 3.0, 1.0, 1.0])
+    # Twenty steps of 0.1 s and gaps of 5 ms pass in the first window; the next is three times as slow.
+    steps = [Step(8, False, i) for i in range(1, 26)]
+    work = Work(32, 25, 8, {None: steps})
+    [served] = simulate([0.0], [work], Slot(), dataclasses.replace(machine, outside=0.0))
+    assert served.ended == pytest.approx(0.105 * (20 + 3 * 5))
+
+
 def test_percentiles_as_numpy_has_them():
     assert live_run.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and live_run.percentile([1.0, 2.0], 100) == 2.0
 
@@ -145,4 +164,17 @@ def test_a_live_run_against_a_real_server():
     assert all(answer.text == one.task.answer or answer.text for answer, one in zip(run.answers, asked, strict=True))
     summary = live_run.summary(run, slo=60.0)
     assert summary["within_slo"] == 1.0 and 0.5 < summary["tokens_per_nfe"] <= 1.0 and run.sizes
+    assert sum(size.calls for window in run.windows for size in window.sizes) <= sum(size.calls for size in run.sizes)
     assert simulate(policies.at(20.0, 32), works, Slot(), like(run))
+
+
+@pytest.mark.slow
+def test_deficit_keeps_steps_narrow_on_a_real_server():
+    """Whoever decodes waits for a step of its budget, and of one refresh that earlier steps saved up for; where all
+    refreshes go at once, it waits for as many as there are."""
+    asked, _ = policies.prepare(64, "dual")
+    widest = {}
+    for text in ("slot", "deficit,budget=256"):
+        with live_run.server(text, print) as process:
+            widest[text] = live_run.play(process.address, asked, [0.0] * 64).widest.packed
+    assert widest["deficit,budget=256"] <= 256 + workload.LENGTH < widest["slot"]
