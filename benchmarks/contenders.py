@@ -171,14 +171,14 @@ class Jdllm:
             lambda done, total, text: log(f"  compiled {done} of {total}: {text}") if done == total else None
         )
         self.rows: dict[Any, Any] = {}
-        self._before = (0, 0)
+        self._before = (0, 0, 0)
 
     def prepare(self) -> None:
         self.engine.reset()
         for slot, (prompt, decode) in enumerate(self.asked):
             self.engine.insert(slot, f"row {slot}", prompt, decode)
         jax.block_until_ready(self.engine.state)
-        self._before = (self.engine.counters.computed, self.engine.counters.needed)
+        self._before = (self.engine.counters.computed, self.engine.counters.needed, self.engine.counters.calls)
         self.rows = {}
 
     def run(self) -> None:
@@ -200,10 +200,9 @@ class Jdllm:
         self.prepare()
         return jax_busy_seconds(self.run)
 
-    def launches_per_step(self) -> float:
-        """Executables launched by Python per denoising step, of all runs so far; nothing else is launched between
-        them."""
-        return self.engine.counters.calls / self.engine.counters.steps
+    def launches(self) -> int:
+        """Executables that Python launched in the last run; nothing else is launched between them."""
+        return self.engine.counters.calls - self._before[2]
 
     def peak_bytes(self) -> int:
         """Weights, state and temporaries of the largest program, as XLA laid them out; not measured."""

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import tables
+from benchmarks.machine import provenance
 from jdllm.config import ModelConfig, model_config
 from jdllm.convert.names import weights
 
@@ -30,22 +32,42 @@ CASES = ("plain", "lora", "float32")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where the temporary folder goes (default: the system's)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jdllm-convert-", dir=args.folder) as folder:
         rows = measure(Path(folder), args.layers, args.rounds)
-    print("case          MB  seconds  cpu s   MB/s  of cp  peak MB  group MB  peak/group")
-    for row in rows:
-        megabytes, peak, group = (row[name] / 1e6 for name in ("bytes", "peak_bytes", "group_bytes"))
-        print(
-            f"{row['case']:<8}{megabytes:>8.0f}{row['seconds']:>9.2f}{row['cpu_seconds']:>7.2f}{row['mb_per_s']:>7.0f}"
-            f"{row['share_of_cp']:>7.2f}{peak:>9.0f}{group:>10.0f}{row['peak_over_group']:>12.2f}"
-        )
+    results = {**provenance("benchmarks.convert"), "layers": args.layers, "rounds": args.rounds, "rows": rows}
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+        tables.write(args.json, results)
+    print(table(results))
+
+
+def table(results: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    rows = [
+        [
+            row["case"],
+            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['seconds']:.2f}",
+            f"{row['cpu_seconds']:.2f}",
+            f"{row['mb_per_s']:.0f}",
+            f"{row['share_of_cp']:.2f}",
+            f"{row['peak_bytes'] / 1e6:.0f}",
+            f"{row['peak_over_group']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    group = results["rows"][0]["group_bytes"] / 1e6
+    note = (
+        f"{results['layers']} layers of LLaDA-8B's widths, largest group of tensors {group:.0f} MB; best of "
+        f"{results['rounds']} rounds; {results['machine']['cpu']}, {results['machine']['cpus']} CPUs; commit "
+        f"{results['commit']}; `{results['command']}`"
+    )
+    header = ["case", "MB", "seconds", "CPU s", "MB/s", "of cp", "peak MB", "peak of largest group"]
+    return f"{tables.markdown(header, rows)}\n\n{note}"
 
 
 def measure(folder: Path, layers: int, rounds: int) -> list[dict]:

@@ -8,19 +8,30 @@ high where operations take microseconds.
 
 import dataclasses
 import itertools
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import torch
 
 Interval = tuple[float, float]
 """Start and end."""
 
 CONTAINERS = ("while", "conditional", "call")
 """Operations that only run other operations; XLA names an instance ``while``, ``while.5`` and so on."""
+
+
+PROFILED = 3
+"""Runs under the profiler, of which the median counts."""
+
+
+def busy_share(busy_seconds: Callable[[], float], wall: float, runs: int = PROFILED) -> float | None:
+    """Busy seconds of a run, the median of some, over the wall time of runs without the profiler. It may come out above
+    1, which says how much the profiler adds. None where no interval was seen: the device was not visible, not idle."""
+    busy = statistics.median(busy_seconds() for _ in range(runs))
+    return busy / wall if busy else None
 
 
 def union(intervals: Iterable[Interval]) -> float:
@@ -32,15 +43,36 @@ def union(intervals: Iterable[Interval]) -> float:
     return covered
 
 
+@dataclasses.dataclass(frozen=True)
+class JaxTrace:
+    """What JAX's profiler saw of a run: seconds in which XLA operations ran, and executables that were launched, None
+    where this version of JAX does not name them."""
+
+    busy_seconds: float
+    launched: int | None
+
+
+LAUNCH = "Executable::ExecuteHelper"
+"""In the name of the event that PjRt records for every executable."""
+
+
 def jax_busy_seconds(run: Callable[[], object]) -> float:
     """Seconds in which XLA operations ran during ``run``, which must wait for its own results."""
+    return trace_jax(run).busy_seconds
+
+
+def trace_jax(run: Callable[[], object]) -> JaxTrace:
+    """Run, which must wait for its own results, under the profiler."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a record per Python call would slow the host between dispatches
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         (trace,) = Path(folder).rglob("*.xplane.pb")
-        return union(_xla_intervals(jax.profiler.ProfileData.from_file(str(trace)))) / 1e9
+        data = jax.profiler.ProfileData.from_file(str(trace))
+        events = (event for plane in data.planes for line in plane.lines for event in line.events)
+        launched = sum(LAUNCH in event.name for event in events)
+        return JaxTrace(union(_xla_intervals(data)) / 1e9, launched or None)
 
 
 def _xla_intervals(data: jax.profiler.ProfileData) -> Iterator[Interval]:
@@ -91,6 +123,8 @@ class TorchTrace:
 
 def trace_torch(run: Callable[[], object], cuda: bool = False) -> TorchTrace:
     """Run under the profiler; with ``cuda`` it records the GPU too (CUPTI), and memory is the allocator's own."""
+    import torch  # here and below: of those who measure JAX alone nobody needs it
+
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -113,6 +147,8 @@ def torch_busy_seconds(run: Callable[[], object]) -> float:
     """Seconds in which PyTorch computed elements on the CPU during ``run``: the operators that spend most of their time
     in themselves. One that mostly waits for others (``linear`` for ``mm``) is a container; one that only calls
     bookkeeping on the way (``mm``) is not."""
+    import torch
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return union(_torch_intervals(profile.events() or [])) / 1e6
@@ -128,12 +164,16 @@ def _torch_intervals(events: Iterable[Any]) -> Iterator[Interval]:
 
 def _gpu_intervals(events: Iterable[Any]) -> Iterator[Interval]:
     """Microseconds of kernels and copies; annotations of the host, which the profiler repeats for the GPU, are none."""
+    import torch
+
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             yield event.time_range.start, event.time_range.end
 
 
 def _called_from_python(event: Any) -> bool:
+    import torch
+
     if event.device_type != torch.autograd.DeviceType.CPU or not event.name.startswith(KERNELS):
         return False
     while (event := event.cpu_parent) is not None:

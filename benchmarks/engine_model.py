@@ -109,8 +109,9 @@ class _Row:
         most up to the pass that settles more."""
         self.threshold = threshold
         trace = self.work.traces[threshold]
-        same = 0 if not self.done else 1 + next(i for i, step in enumerate(trace) if step.done >= self.done)
-        more = next((i for i, step in enumerate(trace) if step.done > self.done), len(trace) - 1)
+        last = len(trace) - 1  # an answer may be shorter at another threshold
+        same = 0 if not self.done else 1 + next((i for i, step in enumerate(trace) if step.done >= self.done), last)
+        more = next((i for i, step in enumerate(trace) if step.done > self.done), last)
         self.at = min(same + self.stalled, more)
 
     def advance(self, now: float) -> bool:
@@ -162,7 +163,7 @@ class _Run:
         self.out: list[Outcome] = []
         self.ended: list[Running] = []
         self.forecast = Forecast(1.0)
-        self.now, self.arrived, self.held_all = 0.0, 0, False
+        self.now, self.busy_since, self.arrived, self.held_all = 0.0, 0.0, 0, False
 
     def all(self) -> list[Outcome]:
         while self.arrived < len(self.times) or self.waiting or self.rows:
@@ -200,7 +201,7 @@ class _Run:
             len(free),
             self.machine.slots,
             rate=self.forecast.rate,
-            service=self.forecast.service,
+            batch=self.forecast.batch,
             room=self.machine.room - taken,
             running=[_running(slot, row) for slot, row in self.rows.items()] if self.policy.steers else (),
             ended=self.ended,
@@ -210,6 +211,8 @@ class _Run:
         actions = self.policy.decide(view, self.now)
         for slot, threshold in actions.thresholds.items():
             self.rows[slot].set_threshold(threshold)
+        if not self.rows:
+            self.busy_since = self.now
         for key in actions.admit:
             work = self.works[key]
             self.rows[free.pop(0)] = _Row(key, work, self.times[key], self.now, work.wanted)
@@ -237,7 +240,9 @@ class _Run:
             row = self.rows[slot]
             if row.advance(self.now):
                 del self.rows[slot]
-                self.forecast.ended(row.passes, self.now - row.started)
+                self.forecast.ended(row.passes)
+                if not self.rows:
+                    self.forecast.idle(self.now - self.busy_since)
                 self.ended.append(_running(slot, row))
                 end = self.now + self.machine.outside / 2
                 before = row.arrived - self.machine.outside / 2

@@ -34,7 +34,7 @@ from benchmarks.evaluate_problems import (
 )
 from jdllm import runtime, tokenizer
 from jdllm.config import MAX_LENGTH, ConfigError, DecodeConfig, ModelConfig, RequestError
-from jdllm.decoders import TABLE, check, decode_config, slots_needed
+from jdllm.decoders import TABLE, check, decode_config, slots_needed, threshold
 from jdllm.generate import Line, canvas_length, run_lines
 from jdllm.runtime import SHIPPED, UsageError
 from jdllm.tokenizer import Tokenizer
@@ -102,8 +102,9 @@ def run_decoder(
     given: dict[str, Any],
     rows: int,
     run_code: bool,
-) -> tuple[DecodeConfig, list[Answer]]:
-    """All problems through one decoder; the settings that were used, and the answers in the problems' order."""
+) -> tuple[DecodeConfig, ModelConfig, list[Answer]]:
+    """All problems through one decoder; the settings that were used, the model's shape, and the answers in the
+    problems' order."""
     from jdllm import checkpoint  # JAX comes in here, after runtime.configure
     from jdllm.config import EngineConfig
     from jdllm.denoise.window import Bucket
@@ -138,7 +139,7 @@ def run_decoder(
             told = time.monotonic()
             right = " ".join(f"{name} {sum(a.judged[name] for a in answers.values())}" for name in _measures(answers))
             log(f"{decoder}: {len(answers)} of {len(lines)}, right: {right or 'not judged'}, {told - begin:.0f} s")
-    return decode, [answers[number] for number in range(len(lines))]
+    return decode, model, [answers[number] for number in range(len(lines))]
 
 
 def _answer(problem: Problem, result: dict[str, Any], prompt_form: str, run_code: bool) -> Answer:
@@ -153,7 +154,9 @@ def _measures(answers: dict[int, Answer]) -> list[str]:
     return [name for name in MEASURES if answers and name in next(iter(answers.values())).judged]
 
 
-def summary(decoder: str, folder: Path, decode: DecodeConfig, answers: Sequence[Answer]) -> dict[str, Any]:
+def summary(
+    decoder: str, folder: Path, decode: DecodeConfig, model: ModelConfig, answers: Sequence[Answer]
+) -> dict[str, Any]:
     """A row of results; shares of the answers, and means over them."""
     n = len(answers)
     mean = lambda pick: sum(pick(a) for a in answers) / n
@@ -163,6 +166,7 @@ def summary(decoder: str, folder: Path, decode: DecodeConfig, answers: Sequence[
         "decoder": decoder,
         "model": folder.name,
         "settings": dataclasses.asdict(decode),
+        "threshold": threshold(decode, model),
         "count": n,
         **{name: mean(lambda a, name=name: bool(a.judged[name])) for name in measures},
         "tokens": mean(lambda a: a.tokens),
@@ -191,7 +195,7 @@ def table(results: dict[str, Any]) -> str:
             for r in results["rows"]
         ],
     )
-    shown = [f"- {r['decoder']}: {_changed(r['settings'])}" for r in results["rows"]]
+    shown = [f"- {r['decoder']}: {_changed({**r['settings'], **_resolved(r)})}" for r in results["rows"]]
     asked = f"Prompt form {results['prompt_form']}, {results['few_shot']} examples. Right: {results['clean_up']}."
     if not names:
         asked += " Not judged: programs run only with --run-code."
@@ -199,6 +203,15 @@ def table(results: dict[str, Any]) -> str:
         asked += " Programs ran with network."
     note = f"commit {results['commit']}; `{results['command']}`"
     return "\n\n".join([rows, "\n".join(shown), asked, note])
+
+
+def _resolved(row: dict[str, Any]) -> dict[str, Any]:
+    """What a setting that was left open came to."""
+    settings = row["settings"]
+    if settings["decoder"] == "d2f":  # its threshold has another name
+        return {}
+    cache = settings["cache"] or ("prefix" if settings["decoder"] == "fast-dllm" else None)
+    return {"threshold": row["threshold"], "cache": cache}
 
 
 def _changed(settings: dict[str, Any]) -> str:
@@ -254,10 +267,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for decoder in options.decoder:
         place = base if base is not None and decoder != "d2f" else folder
-        decode, answers = run_decoder(
+        decode, model, answers = run_decoder(
             place, decoder, asked, examples, options.prompt, given, options.max_rows, options.run_code
         )
-        rows.append(summary(decoder, place, decode, answers))
+        rows.append(summary(decoder, place, decode, model, answers))
     return {
         "form": options.form,
         "problems": str(options.problems) if options.problems else "held-out orders",

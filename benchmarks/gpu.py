@@ -7,7 +7,7 @@ of which attention sees all places whatever the row's length, so that short prom
                CUDA graphs (XLA's command buffers). Chained: calls in a row, waiting once. Read: the host reads each
                report before the next call. Busy: device time (benchmarks.device_share) over the chained time.
     forward    the layers alone over a filled cache: unrolled or scanned, XLA's attention or cuDNN's
-    pytorch    the official loop (benchmarks.torch_loop), one request per dispatch
+    pytorch    the official loop (benchmarks.torch_loop), one request per dispatch, prompts that fill the canvas
 
 Needs nothing but the project, jax, flax and torch. What fails is a row that says why; what no longer fits into
 ``--minutes`` is one too. Weight-only int8 is not in jdllm, so there is no such row.
@@ -18,7 +18,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,9 @@ and the second, not activated, none."""
 PROMPT = (5,)
 PACKED = 72
 """Window positions a row: a prompt of one and two blocks, rounded up."""
+
+COMPILING = 0.6
+"""Share of the time after which programs that are not compiled are given up."""
 
 WARM, MEASURED = 4, 24
 """Steps, together fewer than the first block has positions."""
@@ -166,7 +169,7 @@ def measure_step(
     return {
         "ms_chained": 1e3 * seconds["chained"] / MEASURED,
         "ms_read": 1e3 * seconds["read"] / MEASURED,
-        "busy": min(1.0, busy / seconds["chained"]) if busy else None,
+        "busy": busy / seconds["chained"] if busy else None,
     }
 
 
@@ -220,7 +223,9 @@ def measure_forward(
     return {"ms_chained": 1e3 * min(_seconds(chained, x) for _ in range(3)) / MEASURED}
 
 
-def measure_torch(model: ModelConfig, device: str, batches: Sequence[int], clock: Clock) -> list[dict[str, Any]]:
+def measure_torch(
+    model: ModelConfig, canvas: int, device: str, batches: Sequence[int], clock: Clock
+) -> list[dict[str, Any]]:
     """The official loop with random weights of its own, since nothing compares its tokens here."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
@@ -232,7 +237,9 @@ def measure_torch(model: ModelConfig, device: str, batches: Sequence[int], clock
     del weights
     rows = []
     for batch in batches:
-        requests = [TorchRequest(network, PROMPT, DECODE) for _ in range(batch)]
+        # As long as jdllm's attention sees: there places behind a row's end cost what others cost.
+        prompt = PROMPT * (canvas - 2 * DECODE.block_size)
+        requests = [TorchRequest(network, prompt, DECODE) for _ in range(batch)]
         take_turns(requests, WARM)
         _synchronize(device)
         begin, most = time.perf_counter(), max(2, 16 // batch)
@@ -272,7 +279,7 @@ def measure(rehearse: bool, minutes: float) -> list[dict[str, Any]]:
     model, canvas, batches = (SMALL, 128, (1, 2)) if rehearse else (LLADA_8B, 1024, (1, 8, 16, 64))
     rows = _jax_rows(model, canvas, batches, jnp.bfloat16 if on_gpu else jnp.float32, clock)
     device, kept = "cuda" if on_gpu else "cpu", len(rows)
-    _attempt(rows, "pytorch", 1, clock, lambda: {"rows": measure_torch(model, device, batches, clock)})
+    _attempt(rows, "pytorch", 1, clock, lambda: {"rows": measure_torch(model, canvas, device, batches, clock)})
     return [*rows[:kept], *rows[kept].get("rows", rows[kept:])]
 
 
@@ -281,16 +288,17 @@ def _jax_rows(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     on_gpu = jax.default_backend() == "gpu"
-    with ThreadPoolExecutor() as pool:  # programs compile side by side, and while the weights are made
+    params = random_params(model, dtype)
+    with ThreadPoolExecutor() as pool:  # programs compile side by side, and nothing is timed meanwhile
         compiling: dict[Variant, Future[jax.stages.Compiled]] = {
             variant: pool.submit(compile_step, model, canvas, dtype, variant) for variant in variants(batches, on_gpu)
         }
-        params = random_params(model, dtype)
-        for variant, future in compiling.items():
-            run = lambda v=variant, f=future: measure_step(model, canvas, params, f.result(max(1, clock.left())), v)
-            _attempt(rows, variant.name, variant.batch, clock, run)
+        wait(compiling.values(), max(0.0, clock.left() * COMPILING))
         for future in compiling.values():
             future.cancel()
+        for variant, future in compiling.items():
+            run = lambda v=variant, f=future: measure_step(model, canvas, params, _ready(f), v)
+            _attempt(rows, variant.name, variant.batch, clock, run)
     for name, scanned, attention in (
         ("forward, unrolled, XLA attention", False, "xla"),
         ("forward, scanned, XLA attention", True, "xla"),
@@ -300,6 +308,12 @@ def _jax_rows(
             run = partial(measure_forward, model, canvas, params, batch, scanned, attention)
             _attempt(rows, name, batch, clock, run)
     return rows
+
+
+def _ready(future: Future[jax.stages.Compiled]) -> jax.stages.Compiled:
+    if future.cancelled() or not future.done():
+        raise TimeoutError("not compiled in time")
+    return future.result()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -313,7 +327,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 r["batch"],
                 number(r.get("ms_chained")),
                 number(r.get("ms_read")),
-                tables.percent(r.get("busy")),
+                tables.busy(r.get("busy")),
             ]
             for r in rows
             if "failed" not in r

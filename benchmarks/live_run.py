@@ -85,7 +85,7 @@ class Run:
     @property
     def widest(self) -> Size:
         """Of the sizes of its steps that with the most positions."""
-        return max((size for size in self.sizes if size.calls), key=lambda size: size.packed)
+        return max((size for size in self.sizes if size.calls), key=lambda size: (size.packed, size.rows))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -120,6 +120,7 @@ def play(address: Address, asked: Sequence[Request], arrivals: Sequence[float]) 
     after = get(address, "/metrics")[1].decode()
     known = metrics(before)
     counted = {name: value - known.get(name, 0.0) for name, value in metrics(after).items()}
+    looks.append((math.inf, after))
     pages = [before, *(page for _, page in looks)]
     windows = [Window(until, _sizes(earlier, page)) for earlier, (until, page) in zip(pages[:-1], looks, strict=True)]
     return Run(answers, counted, _sizes(before, after), windows)

@@ -20,7 +20,7 @@ def provenance(module: str) -> dict[str, Any]:
     """The head of a results file: commit, versions, machine and the command, given the benchmark's module name."""
     return {
         "commit": commit(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "torch", "numpy")},
+        "versions": {name: _version(name) for name in ("jax", "jaxlib", "torch", "numpy")},
         "machine": {
             "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "cpu": cpu_name(),
@@ -29,6 +29,14 @@ def provenance(module: str) -> dict[str, Any]:
         },
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:

@@ -18,7 +18,8 @@ over the rounds, and only stepping is timed.
     dispatched/step   operations that Python called: operators in PyTorch, executables in jdllm
     computed/needed   window positions that an engine computed, padding included, over those that the decoder needs
     peak MB           weights, caches and what a run needs on top. PyTorch's allocator was watched; XLA's is what the
-                      compiler laid out for the largest program used.
+                      compiler laid out for the largest program used. Not told of CUDA graphs, whose temporaries lie in
+                      pools of their own.
 
 What these numbers show on a CPU and what not: docs/overhead.md.
 """
@@ -51,7 +52,9 @@ from benchmarks.contenders import (
     log,
     time_runs,
 )
+from benchmarks.device_share import PROFILED, busy_share
 from benchmarks.machine import provenance
+from benchmarks.torch_batch import CapturedGraphs
 from benchmarks.torch_loop import TorchModel
 from jdllm import runtime, tokenizer
 from jdllm.checkpoint import CheckpointError
@@ -172,16 +175,21 @@ def _row(contender: Contender, batch: int, work: Work, times: list[float], where
         "peak_bytes": None,
     }
     if isinstance(contender, Jdllm):
-        busy = contender.busy_seconds()
-        row |= {"dispatched_per_step": contender.launches_per_step(), "peak_bytes": contender.peak_bytes()}
-    elif median <= LONGEST_PROFILE:
-        traced = contender.trace()
-        busy = traced.busy_seconds
-        row |= {"dispatched_per_step": traced.dispatched / work.steps, "peak_bytes": traced.peak_bytes}
-    else:
+        launches = contender.launches() / work.steps
+        row |= {"dispatched_per_step": launches, "peak_bytes": contender.peak_bytes()}
+        return {**row, "device_busy": busy_share(contender.busy_seconds, median)}
+    if median > LONGEST_PROFILE:
         return row
-    # No interval at all means that the profiler could not see the device, not that it was idle.
-    return {**row, "device_busy": min(1.0, busy / median) if busy else None}
+    traces = [contender.trace() for _ in range(PROFILED)]
+    dispatched, peak = traces[0].dispatched / work.steps, traces[0].peak_bytes
+    row |= {"dispatched_per_step": dispatched, "peak_bytes": None if _hides_memory(contender) else peak}
+    seconds = iter(trace.busy_seconds for trace in traces)
+    return {**row, "device_busy": busy_share(lambda: next(seconds), median)}
+
+
+def _hides_memory(contender: PyTorch | BatchedPyTorch) -> bool:
+    """A replayed graph allocates nothing: its temporaries lie in a pool from its capture on."""
+    return isinstance(contender, BatchedPyTorch) and isinstance(contender.batch.forward, CapturedGraphs)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -218,7 +226,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
         row["batch"],
         row["engine"],
         f"{row['ms_per_step']:.2f}",
-        tables.percent(row["device_busy"]),
+        tables.busy(row["device_busy"]),
         None if dispatched is None else f"{dispatched:.2f}" if dispatched < 10 else f"{dispatched:.0f}",
         f"{row['positions_computed'] / row['positions_needed']:.2f}",
         f"{row['tokens_per_second']:.0f}",

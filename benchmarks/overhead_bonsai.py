@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import tables
 from benchmarks.cases import Case
 from benchmarks.contenders import SETTLE_SECONDS, log
-from benchmarks.device_share import jax_busy_seconds
+from benchmarks.device_share import PROFILED, trace_jax
 from jdllm.buckets import choose_bucket
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.engine import Engine
@@ -48,10 +48,12 @@ _TOP_NAMES = {"embed": "wte.embedding", "norm": "ln_f.weight", "head": "ff_out.k
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """``run``: decodes the request to its end and returns the generated ids."""
+    """``run``: decodes the request to its end and returns the generated ids. ``peak_bytes``: of weights and the largest
+    program, as XLA laid it out; None where there is no program of a step, but many small ones."""
 
     name: str
     run: Callable[[], list[int]]
+    peak_bytes: int | None = None
 
 
 def measure(checkout: Path, case: Case, seconds: float, most: int) -> list[dict[str, Any]]:
@@ -80,13 +82,17 @@ def measure(checkout: Path, case: Case, seconds: float, most: int) -> list[dict[
     rows = []
     for runner, taken in zip(runners, times, strict=True):
         median = statistics.median(taken)
+        traces = [trace_jax(runner.run) for _ in range(PROFILED)]
+        busy, launched = statistics.median(trace.busy_seconds for trace in traces), traces[-1].launched
         rows.append(
             {
                 "engine": runner.name,
                 "ms_per_step": 1e3 * median / TOKENS,
                 "repetitions": len(taken),
-                "device_busy": min(1.0, jax_busy_seconds(runner.run) / median),
+                "device_busy": busy / median,
+                "dispatched_per_step": None if launched is None else launched / TOKENS,
                 "tokens_per_second": TOKENS / median,
+                "peak_bytes": runner.peak_bytes,
             }
         )
     return rows
@@ -109,7 +115,10 @@ def _bonsai(checkout: Path, case: Case, prompt: list[int]) -> list[Runner]:
     def whole(weights: Any, prompt: jax.Array, mask: jax.Array) -> jax.Array:
         return modeling.generate(nnx.merge(graph, weights), prompt, mask, **settings, key=jax.random.key(0))
 
-    program = jax.jit(whole)
+    with jax.set_mesh(mesh):
+        program = jax.jit(whole).lower(weights, *given).compile()
+    memory: Any = program.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     def ids(generate: Callable[[], jax.Array]) -> list[int]:
         with jax.set_mesh(mesh):
@@ -120,7 +129,7 @@ def _bonsai(checkout: Path, case: Case, prompt: list[int]) -> list[Runner]:
             "bonsai, as shipped",
             lambda: ids(lambda: modeling.generate(model, *given, **settings, key=jax.random.key(0))),
         ),
-        Runner("bonsai, under one jit", lambda: ids(lambda: program(weights, *given))),
+        Runner("bonsai, under one jit", lambda: ids(lambda: program(weights, *given)), peak),
     ]
 
 
@@ -195,19 +204,22 @@ def _jdllm(case: Case, prompt: list[int], steps: int) -> Runner:
                     engine.evict(0)
                     return row.canvas_ids
 
-    return Runner(f"jdllm, llada decoder, {steps} a dispatch", run)
+    peak = sum(weight.nbytes for weight in engine.params.values()) + sum(engine.memory(bucket))
+    return Runner(f"jdllm, llada decoder, {steps} a dispatch", run, peak)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     return tables.markdown(
-        ["one request, LLaDA's sampler", "ms a step", "device busy", "tokens/s"],
+        ["one request, LLaDA's sampler", "ms a step", "device busy", "dispatched/step", "tokens/s", "peak MB"],
         [
             [
                 r["engine"],
                 f"{r['ms_per_step']:.2f}",
-                tables.percent(r["device_busy"]),
+                tables.busy(r["device_busy"]),
+                None if r["dispatched_per_step"] is None else f"{r['dispatched_per_step']:.2f}",
                 f"{r['tokens_per_second']:.0f}",
+                None if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e6:.1f}",
             ]
             for r in rows
         ],

@@ -48,6 +48,7 @@ those of the run before until it has seen some of this one's."""
 LOAD, BURST = 0.7, 2.0
 THRESHOLDS = (0.9999, 0.999, 0.99, 0.9)
 """What ``burst`` compares: the first is asked for, the others are the candidates."""
+MARGIN = 1.5
 
 
 def prepare(count: int, kind: str, thresholds: Sequence[float] = ()) -> tuple[list[Request], list[Work]]:
@@ -148,6 +149,7 @@ def burst(count: int, kind: str) -> dict[str, Any]:
     for name, text, threshold in (
         *((f"fixed {value}", "slot", value) for value in THRESHOLDS),
         ("follows the load", adaptive, THRESHOLDS[0]),
+        (f"the same, margin {MARGIN}", f"{adaptive},margin={MARGIN}", THRESHOLDS[0]),
     ):
         own = [workload.with_fields(one, {field: threshold, "slo_ms": 1e3 * slo}) for one in asked]
         with live_run.server(text, log) as process:

@@ -11,7 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import costs, decoders, evaluate, orders, overhead, policies_report, server, shapes, simulate, step
+from benchmarks import (
+    convert,
+    costs,
+    decoders,
+    evaluate,
+    orders,
+    overhead,
+    policies_report,
+    server,
+    shapes,
+    simulate,
+    step,
+)
 from benchmarks.machine import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +38,7 @@ DOCUMENTS: dict[Path, Tables] = {
         "orders": orders.table,
         "decoders": decoders.table,
         "server": server.table,
+        "convert": convert.table,
     },
     ROOT / "docs" / "overhead.md": {"overhead": overhead.table},
     ROOT / "docs" / "characterization.md": {"evaluate": evaluate.table},

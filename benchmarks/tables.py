@@ -28,6 +28,11 @@ def percent(share: float | None) -> str | None:
     return None if share is None else f"{100 * share:.0f} %"
 
 
+def busy(share: float | None) -> str | None:
+    """A share of time as a profiler gives it, which may be above all of it."""
+    return None if share is None else percent(min(1.0, share))
+
+
 def write(path: Path, results: dict[str, Any]) -> None:
     """Write a results file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

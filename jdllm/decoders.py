@@ -113,7 +113,8 @@ def _fast_dllm(decode: DecodeConfig, model: ModelConfig, masks: Sequence[int]) -
     elif decode.threshold is not None or decode.steps is None:
         numbers["sure_above"] = at_least(0.9 if decode.threshold is None else decode.threshold)
     else:
-        schedule = [k for n in masks for k in shares(n, decode.steps // len(masks)) if k]
+        passes = decode.steps // len(masks)
+        schedule = [k for n in masks for k in shares(n, min(passes, n))]  # a pass that has nothing to commit is none
     return numbers, schedule
 
 
@@ -216,7 +217,8 @@ _RULES = ("steps", "threshold", "factor", "alg", "remasking")
 def _compatible(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The defaults that do not contradict what a request gives."""
     dropped: Sequence[str] = _RULES if given.keys() & {*_RULES} else ()
-    if given.keys() & {"max_tokens", "block_size"}:
+    usual = defaults.get("max_tokens", DecodeConfig.max_tokens)
+    if "block_size" in given or given.get("max_tokens", usual) != usual:  # a number of steps is meant for one length
         dropped = (*dropped, "steps")
     return {name: value for name, value in defaults.items() if name not in dropped}
 
@@ -267,11 +269,23 @@ def check(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int], canva
         raise RequestError("remasking", "random has no confidence to compare with threshold or factor; use steps")
     if decode.decoder == "fast-dllm" and decode.remasking == "random" and decode.steps is None:
         raise RequestError("steps", "is needed with remasking random")
+    if decode.infill and decode.min_tokens:
+        raise RequestError("min_tokens", "is not possible with infill or suffix, whose text has a length already")
     if decode.confidence_eos_eot_inf and decode.eot_id is None:
         raise RequestError("confidence_eos_eot_inf", "the tokenizer has no end-of-turn token")
-    if (passes := schedule_length(prompt, decode, model)) > canvas:
+    if (passes := _scheduled(prompt, decode, model, canvas)) > canvas:
         text = f"{passes} passes to schedule; at most {canvas} are possible, the canvas length (--max-length)"
         raise RequestError("steps", text)
+
+
+def _scheduled(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, canvas: int) -> int:
+    """``schedule_length``; of steps that are more than the canvas has positions their number, without making a
+    schedule of up to a million passes."""
+    few = dataclasses.replace(decode, steps=2 * max(1, len(block_masks(decode, model, prompt))))
+    bounded = decode.steps is None or decode.steps <= canvas or (decode.decoder, model.family) == ("fast-dllm", "llada")
+    if bounded or not schedule_length(prompt, few, model):
+        return schedule_length(prompt, decode, model)
+    return decode.steps or 0
 
 
 def _check_dream(decode: DecodeConfig) -> None:

@@ -226,11 +226,12 @@ class Engine:
     def reset(self) -> None:
         """Forget every request and start from an empty state (also after a failed call has lost the donated one)."""
         B = self.config.max_rows
+        self._call: _Call | None = None
+        self.__dict__.pop("state", None)  # the new one takes its memory
         self.state = empty_state(self.model, B, self.config.max_length, self._dtype)
         self._handles: list[Hashable | None] = [None] * B
         self._widths, self._lengths, self._nfes, self._prefixes = (np.zeros(B, np.int64) for _ in range(4))
         self._shadows = list(range(B))
-        self._call: _Call | None = None
 
     def compile(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile every bucket; ``progress(done, total, text)`` after each. Nothing compiles afterwards."""
@@ -318,7 +319,8 @@ class Engine:
         if self._handles[slot] is _SHADOW:
             raise ValueError(f"slot {slot} shadows another; evict that one")
         for place in dict.fromkeys((slot, self._shadows[slot])):
-            self.state = self._evict(self.state, np.int32(place))
+            if self._widths[place] or self._shadows[slot] != slot:  # a row that has ended is no longer live anyhow
+                self.state = self._evict(self.state, np.int32(place))
             self._handles[place] = None
             self._widths[place] = 0
         self._shadows[slot] = slot

@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     log.info("jdllm serves %s", folder)
     log.info("environment: %s", " ".join(f"{name}={value}" for name, value in settings.items()))
-    if args.warm_only:
-        listener.close()
+    if listener is None:
         return _warm(args, folder, template)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(_serve(args, folder, template, listener))
@@ -85,13 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socket]:
-    """Everything that can be wrong with the command line, found before anything slow begins."""
+def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socket | None]:
+    """Everything that can be wrong with the command line, found before anything slow begins: the model's folder, the
+    chat template, and where the server listens; None where it will not serve."""
     least_of = {"max_rows": 1, "steps_per_dispatch": 1, "max_length": 2, "queue_limit": 0, "grace": 0, "max_body": 1}
     for name, least in least_of.items():
         value = getattr(args, name)
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')}: {value} must be at least {least}")
+    if "" in (args.api_key or ()):
+        raise UsageError("--api-key: is empty; leave the flag out to let everyone in")
+    if args.warm_only and args.compile_cache == "":
+        raise UsageError("--warm-only: has nowhere to keep the programs with an empty --compile-cache")
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port: {args.port} must be from 0 to 65535")
     folder = runtime.model_folder(args.model)
@@ -103,6 +107,10 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
             template = Path(args.chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--chat-template: cannot read {args.chat_template}: {error}") from None
+    return folder, template, None if args.warm_only else _listen(args)
+
+
+def _listen(args: argparse.Namespace) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
@@ -113,7 +121,7 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
         raise UsageError(
             f"--host {args.host} --port {args.port}: cannot listen there: {error.strerror or error}"
         ) from None
-    return folder, template, listener
+    return listener
 
 
 def _open(

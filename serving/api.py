@@ -121,11 +121,12 @@ def create_app(
         yield
         await asyncio.to_thread(loop.stop)
 
-    app = FastAPI(title="jdllm", version=__version__, lifespan=lifespan)
+    # FastAPI's own pages at /docs load scripts from elsewhere.
+    app = FastAPI(title="jdllm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
     openapi.install(app)
-    app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body)
+    app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body, origins=config.cors_origins)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -209,6 +210,8 @@ def create_app(
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Mapping[str, Any]:
         body = await _body(request, TokenizeRequest)
+        if body.add_generation_prompt is False:
+            raise RequestError("add_generation_prompt", "is not supported by this server; leave it out")
         model = ready_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")

@@ -12,13 +12,13 @@ class Forecast:
 
     Attributes:
         passes: forward passes of a request.
-        service: seconds that a request has in its slot; 0 until one has ended.
+        batch: seconds from when an idle server takes requests until it is idle again; 0 until it was.
     """
 
     def __init__(self, passes: float):
-        self.passes, self.service = passes, 0.0
+        self.passes, self.batch = passes, 0.0
         self._gap, self._last = 0.0, 0.0
-        self._ended = self._arrived = 0
+        self._ended = self._arrived = self._batches = 0
 
     @property
     def rate(self) -> float:
@@ -32,11 +32,15 @@ class Forecast:
         self._last = now
         self._arrived += 1
 
-    def ended(self, passes: int, seconds: float) -> None:
-        """A request has ended after so many passes and so long in its slot."""
+    def ended(self, passes: int) -> None:
+        """A request has ended after so many passes."""
         self.passes = _followed(self.passes, passes, first=not self._ended)
-        self.service = _followed(self.service, seconds, first=not self._ended)
         self._ended += 1
+
+    def idle(self, seconds: float) -> None:
+        """The last request has ended, so long after the first took its slot."""
+        self.batch = _followed(self.batch, seconds, first=not self._batches)
+        self._batches += 1
 
     def wait(self, ahead: int, slots: int, seconds: float) -> float:
         """Seconds until a slot is free for a request behind others.

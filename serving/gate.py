@@ -30,12 +30,13 @@ def new_id() -> str:
 
 
 class Gate:
-    """Middleware. Echoes ``X-Request-ID`` or makes one up, refuses bodies above ``max_body`` bytes (413), and under
-    /v1 asks for one of the keys if there are any (401). A request's log line says what its handler left in
+    """Middleware. Echoes ``X-Request-ID`` or makes one up, refuses bodies above ``max_body`` bytes (413) and posts from
+    web pages that are neither the server's own nor of ``origins`` (403), and under /v1 asks for one of the keys if
+    there are any (401). A request's log line says what its handler left in
     ``request.state.fields``; nothing of its content, unless that does."""
 
-    def __init__(self, app: Any, api_keys: Sequence[str], max_body: int):
-        self._app = app
+    def __init__(self, app: Any, api_keys: Sequence[str], max_body: int, origins: Sequence[str] = ()):
+        self._app, self._origins = app, origins
         self._keys = [f"Bearer {key}".encode() for key in api_keys]
         self._max_body = max_body
 
@@ -69,6 +70,8 @@ class Gate:
             return message
 
         try:
+            if scope["method"] == "POST":
+                self._check_origin(headers)
             self._check(scope["path"], headers)
             await self._app(scope, counted_receive, send_with_id)
         except ClientDisconnect:
@@ -85,6 +88,15 @@ class Gate:
             known |= {"status": status or None, "seconds": round(time.perf_counter() - begin, 6)}
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             log.log(level, "request", extra=fields(**known, **state.get("fields", {})))
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A browser says whose page asks. It hides the answer from a page of another origin, but by then the request
+        would have run."""
+        origin = headers.get("origin")
+        if origin is None or origin.partition("://")[2] == headers.get("host") or {origin, "*"} & {*self._origins}:
+            return
+        text = f"a page of {origin[:MAX_PATH]!r} may not ask this server; --cors-origin allows it"
+        raise ApiError(403, text, code="origin_not_allowed")
 
     def _check(self, path: str, headers: Headers) -> None:
         given = headers.get("authorization", "").encode()

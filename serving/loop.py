@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health befo
 
 log = logging.getLogger("jdllm.serving")
 
+MOST_FAULTS = 5
+"""In a row, without a call of the engine between them, after which the server gives up instead of starting again."""
+
 Post = Callable[[Callable[[], None]], object]
 """Runs a function on the thread that answers clients (``asyncio``'s ``call_soon_threadsafe``)."""
 
@@ -76,7 +79,7 @@ class EngineLoop:
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
         self._news: dict[int, Job] = {}
         self._ended: list[Running] = []  # since the policy was last asked, where it steers
-        self._forecast = Forecast(1.0)
+        self._forecast, self._busy_since = Forecast(1.0), 0.0
         self._pass_seconds: Callable[[], float] = lambda: 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
@@ -218,10 +221,14 @@ class EngineLoop:
             gc.collect()
             gc.freeze()
             self._become_ready()
+            faults, calls = 0, 0
             while not self._stopping:
                 try:
                     self._serve(engine)
                 except Exception:
+                    faults, calls = 0 if counters.calls > calls else faults + 1, counters.calls
+                    if faults > MOST_FAULTS:
+                        raise
                     log.exception("the engine failed; its rows are lost, and it starts again from an empty state")
                     self.state, self.detail = "recovering", "the engine is being reset after a fault"
                     self._metrics.resets.inc()
@@ -264,6 +271,7 @@ class EngineLoop:
                 if self._stopping:
                     return
                 left = [slot for slot, job in self._running.items() if job.cancelled]
+                self._metrics.cancelled.inc(len(left))
                 late = self._late()
                 overdue = [slot for slot, job in self._running.items() if job in late]
                 for slot in (*left, *overdue):
@@ -277,7 +285,6 @@ class EngineLoop:
                     self._changed.wait(None if until == math.inf else pause)
                     continue
             # Outside the lock: this takes the device's time, and clients must not wait for it.
-            self._metrics.cancelled.inc(len(left))
             for slot in (*left, *overdue):
                 engine.evict(slot)
             for job in joined:
@@ -319,7 +326,7 @@ class EngineLoop:
             len(free),
             self._slots,
             self._forecast.rate,
-            self._forecast.service,
+            self._forecast.batch,
             len(free) * self.model.max_length,
             [outlook.running(job) for job in self._running.values()] if policy.steers else (),
             self._ended,
@@ -330,6 +337,8 @@ class EngineLoop:
         self._wake = actions.wake
         for number in actions.shed:
             self._shed(waiting.pop(number))
+        if not self._running:
+            self._busy_since = time.monotonic()
         for number in actions.admit:
             job = waiting.pop(number)
             job.slots, free = free[: slots_needed(job.decode)], free[slots_needed(job.decode) :]
@@ -357,7 +366,7 @@ class EngineLoop:
         self._metrics.shed.inc()
         self._news[id(job)] = job
         text = "the server has too much to do for this answer to be in time"
-        job.error = ApiError(503, text, code="shed", headers=retry_headers(1))
+        job.error = ApiError(503, text, code="shed", headers={"x-should-retry": "false"})
 
     def _late(self) -> list[Job]:
         """Those that have missed their deadlines, in slots (whether they step or not) and in the queue, which they
@@ -404,7 +413,7 @@ class EngineLoop:
 
     def _finish(self, slot: int, job: Job, reason: str) -> None:
         now = time.monotonic()
-        self._forecast.ended(job.nfe, now - job.started)
+        self._forecast.ended(job.nfe)
         self._metrics.finished.labels(reason).inc()
         self._count(job)
         if self._policy.steers:
@@ -414,6 +423,8 @@ class EngineLoop:
             self._metrics.slo.labels("yes" if now - job.arrived <= job.slo else "no").inc()
         self._news[id(job)] = job
         del self._running[slot]
+        if not self._running:
+            self._forecast.idle(now - self._busy_since)
         job.finish_reason = reason  # last: whoever sees it may read everything else
 
     def _count(self, job: Job) -> None:

@@ -133,6 +133,7 @@ NEED_A_MODEL = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detoke
 PROBLEMS = {
     400: "The request is malformed, or asks for what is not possible; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The request comes from a web page of another origin.",
     404: "The model is not served here.",
     405: "The path has no such method.",
     413: "The body is too large.",
@@ -269,7 +270,7 @@ def _responses(path: str, method: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def _problems(path: str, method: str) -> set[int]:
     found = {405, 500}
     found |= {401} if path.startswith("/v1") else set()
-    found |= {400, 413} if method == "post" else set()
+    found |= {400, 403, 413} if method == "post" else set()
     found |= {404} if (path in NEED_A_MODEL and method == "post") or "{name}" in path else set()
     found |= {503} if path in NEED_A_MODEL else set()
     return found | ({429, 499, 504} if path in CHUNKS else set())

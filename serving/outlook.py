@@ -21,11 +21,19 @@ def waiting(job: Job) -> Waiting:
         arrived=job.arrived,
         slots=slots_needed(job.decode),
         length=length,
-        tokens=max(1, job.decode.max_tokens),
+        tokens=_tokens(job),
         slo=slo,
         priority=job.priority,
         wanted=job.wanted,
     )
+
+
+def _tokens(job: Job) -> int:
+    """That its answer may have: of infill, the positions from its first mask to where the answer ends."""
+    if job.decode.max_tokens:
+        return job.decode.max_tokens
+    end = len(job.prompt_ids) if job.limit is None else job.limit
+    return max(1, end - (job.begin or 0))
 
 
 def running(job: Job) -> Running:
@@ -48,7 +56,7 @@ def running(job: Job) -> Running:
 def blocks_left(job: Job, done: int) -> int:
     """Of its answer when so many tokens of it are settled, the present one among them; at least one."""
     size = job.decode.block_size
-    return max(1, -(-job.decode.max_tokens // size) - done // size)
+    return max(1, -(-_tokens(job) // size) - done // size)
 
 
 def passes(found: "Sequence[EnginePass]", jobs: Mapping[int, Job]) -> list[Pass]:

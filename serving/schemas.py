@@ -86,6 +86,7 @@ class _Request(BaseModel):
     seed: StrictInt | None = None
     decoder: StrictStr | None = None
     block_size: StrictInt | None = None
+    block_length: StrictInt | None = None
     steps: StrictInt | None = None
     cache: StrictStr | None = None
     threshold: StrictFloat | None = None
@@ -133,6 +134,9 @@ class _Request(BaseModel):
         stop ids hold with ``early_stop`` only: without it the model's end of text is the one stop, as in the
         reference."""
         given = {name: getattr(self, name) for name in _DECODE_FIELDS if getattr(self, name) is not None}
+        length = self.block_length  # the official code's name
+        if length is not None and given.setdefault("block_size", length) != length:
+            raise RequestError("block_length", f"is block_size, which is {self.block_size}; give one of them")
         if given.get("top_k") == -1:  # how vLLM's clients switch it off
             given["top_k"] = 0
         if not 0 <= given.get("temperature", 0) <= 2:
@@ -210,6 +214,7 @@ class TokenizeRequest(BaseModel):
     prompt: StrictStr | None = None
     messages: Any = None
     add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
 
 
 class AbortRequest(BaseModel):

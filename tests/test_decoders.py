@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scripted import SCRIPT_MODEL
 
+from jdllm import decoders
 from jdllm.config import DecodeConfig, RequestError
 from jdllm.decoders import COMMON, TABLE, alg_of, at_least, check, decode_config, dream_counts, linspace, shares
 
@@ -147,3 +148,38 @@ def test_dream_takes_a_quota_when_steps_are_given():
     assert alg_of(decode_config({"decoder": "fast-dllm", "steps": 8}, "dream")) == "entropy"
     assert alg_of(decode_config({"decoder": "fast-dllm"}, "dream")) == "confidence_threshold"
     assert alg_of(decode_config({"decoder": "dream"}, "dream")) == "entropy"
+
+
+def test_a_million_steps_are_refused_or_cut_before_they_are_scheduled(monkeypatch):
+    """Requests are checked on the thread that serves everyone."""
+    made = []
+    for name in ("shares", "dream_counts"):
+        make = getattr(decoders, name)
+
+        def counted(masks, passes, *rest, make=make, **more):
+            made.append(passes)
+            return make(masks, passes, *rest, **more)
+
+        monkeypatch.setattr(decoders, name, counted)
+    steps = 1 << 20
+    for given, family in (
+        ({"decoder": "llada", "max_tokens": 64, "steps": steps}, "llada"),
+        ({"decoder": "dream", "max_tokens": 64, "steps": steps}, "dream"),
+        ({"decoder": "dream", "alg": "origin", "max_tokens": 64, "steps": steps}, "dream"),
+        ({"decoder": "fast-dllm", "alg": "entropy", "max_tokens": 64, "steps": steps}, "dream"),
+    ):
+        with pytest.raises(RequestError, match=f"{steps} passes to schedule"):
+            check(decode_config(given, family), MODELS[family], [1], 100)
+    given = {"decoder": "fast-dllm", "max_tokens": 64, "steps": steps}
+    decode = decode_config(given, "llada")
+    check(decode, MODELS["llada"], [1], 100)
+    assert decoders.schedule_length([1], decode, MODELS["llada"]) == 64
+    assert made and max(made) <= 100
+
+
+def test_a_default_number_of_steps_is_for_the_default_length():
+    defaults = {"decoder": "llada", "max_tokens": 64, "steps": 32}
+    for given in ({}, {"max_tokens": 64}):
+        assert decode_config(given, "llada", defaults).steps == 32
+    for given in ({"max_tokens": 32}, {"block_size": 16}, {"steps": None, "max_tokens": 8}):
+        assert decode_config(given, "llada", defaults).steps is None

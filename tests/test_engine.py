@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax._src import test_util as jtu
 
+from jdllm import engine as engine_module
 from jdllm.buckets import choose_bucket, make_buckets
 from jdllm.config import DecodeConfig, EngineConfig, RequestError
 from jdllm.denoise.window import Bucket
@@ -311,6 +312,28 @@ def test_cancel_is_an_eviction_at_any_step(engine):
     assert engine.step() == [] and engine.counters.calls == calls
 
 
+def test_a_row_that_has_ended_leaves_its_slot_without_a_call(engine, monkeypatch):
+    """Its device state is not live any more; one that is still live is ended there, and whoever comes next is right."""
+    asked = requests(3, seed=11)
+    alone = serve(engine, asked[2:])[0]
+    engine.reset()
+    calls, evict = [], engine._evict
+    monkeypatch.setattr(engine, "_evict", lambda state, slot: calls.append(int(slot)) or evict(state, slot))
+    engine.insert(0, "ends", *asked[0])
+    engine.insert(1, "leaves", *asked[1])
+    engine.step()
+    engine.evict(1)
+    assert calls == [1]
+    while not (rows := engine.step()) or rows[0].live:
+        pass
+    engine.evict(0)
+    assert calls == [1]
+    engine.insert(0, "next", *asked[2])
+    while not (rows := engine.step()) or rows[0].live:
+        pass
+    assert (rows[0].canvas_ids, rows[0].nfe, rows[0].finish_reason) == alone
+
+
 def test_a_taken_slot_is_refused(engine):
     engine.insert(0, "a", [1], DecodeConfig(max_tokens=4))
     with pytest.raises(ValueError, match="slot 0 is taken"):
@@ -465,3 +488,12 @@ def test_buckets_cover_every_batch_that_fits(rows, length):
             assert bucket.packed >= min(widths.sum(), max(b.packed for b in buckets))
             if widths.max() <= 16 and widths.sum() <= 16 * rows:
                 assert bucket.packed <= max(32, 1.6 * widths.sum() + 8, 2 * rows)
+
+
+def test_a_reset_lets_the_old_state_go_before_it_makes_the_new(engine, monkeypatch):
+    """Both at once may be more than the device has."""
+    held = []
+    make = engine_module.empty_state
+    monkeypatch.setattr(engine_module, "empty_state", lambda *a: held.append(hasattr(engine, "state")) or make(*a))
+    engine.reset()
+    assert held == [False]

@@ -57,6 +57,7 @@ def measure(subject: Subject, progress: Progress, given: Sequence[int] | None = 
                 "batch": size,
                 "count": len(subject.problems),
                 "steps": steps,
+                "computed": sum(batch.computed for batch in first) / sum(batch.needed for batch in first),
                 "ms_per_step": 1e3 * together / steps,
                 "ms_per_step_apart": 1e3 * apart / steps,
                 "ms_per_request": 1e3 * together / len(subject.problems),
@@ -89,6 +90,7 @@ def text(data: dict[str, Any]) -> str:
         [
             "batch",
             "steps",
+            "computed/needed",
             "ms a step",
             "ms a step, per-request dispatch",
             "ms a request",
@@ -100,6 +102,7 @@ def text(data: dict[str, Any]) -> str:
             [
                 r["batch"],
                 r["steps"],
+                f"{r['computed']:.2f}",
                 f"{r['ms_per_step']:.2f}",
                 f"{r['ms_per_step_apart']:.2f}",
                 f"{r['ms_per_request']:.2f}",

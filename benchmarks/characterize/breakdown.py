@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import tables
 from benchmarks.characterize.runs import Progress, run_batches
 from benchmarks.characterize.subject import Subject
-from benchmarks.device_share import jax_busy_seconds
+from benchmarks.device_share import busy_share, jax_busy_seconds
 
 LARGEST, STEPS, ROUNDS = 8, (1, 4), 5
 
@@ -33,7 +33,7 @@ def _row(subject: Subject, size: int, steps: int) -> dict[str, Any]:
     run()
     rounds = [run() for _ in range(ROUNDS)]
     wall = statistics.median(sum(batch.seconds for batch in batches) for batches in rounds)
-    share = min(1.0, jax_busy_seconds(run) / wall)
+    share = busy_share(lambda: jax_busy_seconds(run), wall) or 0.0
     count = sum(max(answer.nfe for answer in batch.answers) for batch in rounds[0])
     return {
         "batch": size,
@@ -41,8 +41,8 @@ def _row(subject: Subject, size: int, steps: int) -> dict[str, Any]:
         "steps": count,
         "ms_per_step": 1e3 * wall / count,
         "device_share": share,
-        "device_ms": 1e3 * wall * share / count,
-        "host_ms": 1e3 * wall * (1 - share) / count,
+        "device_ms": 1e3 * wall * min(1.0, share) / count,
+        "host_ms": 1e3 * wall * max(0.0, 1 - share) / count,
     }
 
 
@@ -56,7 +56,7 @@ def text(data: dict[str, Any]) -> str:
                 r["steps_per_dispatch"],
                 r["steps"],
                 *(f"{r[name]:.2f}" for name in ("ms_per_step", "device_ms", "host_ms")),
-                tables.percent(r["device_share"]),
+                tables.busy(r["device_share"]),
             ]
             for r in data["rows"]
         ],

@@ -36,11 +36,14 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """``seconds`` until the last answer; ``steps`` denoising steps dispatched."""
+    """``seconds`` until the last answer; ``steps`` denoising steps dispatched; positions ``computed`` in them, padding
+    included, and ``needed``."""
 
     answers: list[Answer]
     seconds: float
     steps: int
+    computed: int = 0
+    needed: int = 0
 
 
 def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], decodes: Sequence[DecodeConfig]) -> Batch:
@@ -50,7 +53,7 @@ def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], decodes: Sequenc
         UsageError: the model gives numbers that are not finite.
     """
     found: dict[int, Answer] = {}
-    before, begin = engine.counters.steps, time.perf_counter()
+    before, begin = dataclasses.replace(engine.counters), time.perf_counter()
     for slot, (prompt, decode) in enumerate(zip(prompts, decodes, strict=True)):
         engine.insert(slot, (slot, begin), prompt, decode)
     while len(found) < len(prompts):
@@ -58,8 +61,8 @@ def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], decodes: Sequenc
             if not row.live:
                 found[row.slot] = _answer(row, decodes[row.slot].block_size, time.perf_counter() - begin)
                 engine.evict(row.slot)
-    steps = engine.counters.steps - before
-    return Batch([found[slot] for slot in range(len(prompts))], time.perf_counter() - begin, steps)
+    counted = [getattr(engine.counters, name) - getattr(before, name) for name in ("steps", "computed", "needed")]
+    return Batch([found[slot] for slot in range(len(prompts))], time.perf_counter() - begin, *counted)
 
 
 def _answer(row: Row, block_size: int, seconds: float) -> Answer:

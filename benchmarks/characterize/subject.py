@@ -27,7 +27,8 @@ MEASURES = {"orders": "exact", "gsm8k": "flexible"}
 have to be run."""
 
 WINDOWS = (2, 4)
-"""Usual windows of a D2F row, in blocks: each is compiled, beside the whole canvas."""
+"""Usual windows of a D2F row, in blocks. Compiled are that of one row, the doubles of it up to that of all rows, and
+whole canvases: a batch of which rows have ended must not cost what a full one does."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,19 +68,22 @@ class Subject:
 
     @functools.cache  # noqa: B019 (one subject lives as long as the command)
     def _engine(self, rows: int, steps: int) -> Engine:
-        widths = (*(blocks * self.d2f().block_size for blocks in WINDOWS), self.length)
-        return self._compiled(self.params, rows, widths, steps)
+        least, most = (blocks * self.d2f().block_size for blocks in WINDOWS)
+        sizes = [least]
+        while sizes[-1] < rows * most:
+            sizes.append(2 * sizes[-1])
+        return self._compiled(self.params, rows, [*sizes, rows * self.length], steps)
 
     @functools.cache  # noqa: B019
     def base_engine(self, rows: int) -> Engine:
         """The same for decoders that compute whole canvases."""
-        return self._compiled(self.base_params, rows, (self.length // 4, self.length), 1)
+        return self._compiled(self.base_params, rows, (rows * self.length // 4, rows * self.length), 1)
 
-    def _compiled(self, params: llada.Params, rows: int, widths: Sequence[int], steps: int) -> Engine:
+    def _compiled(self, params: llada.Params, rows: int, sizes: Sequence[int], steps: int) -> Engine:
         config = EngineConfig(rows, self.length, steps)
         engine = Engine(params, self.model, config, (), self.words.unused_ids)
         most = max(config.max_packed, self.length)
-        engine.buckets = [Bucket(rows, n, steps) for n in sorted({min(rows * width, most) for width in widths})]
+        engine.buckets = [Bucket(rows, n, steps) for n in sorted({min(size, most) for size in sizes})]
         engine.compile()
         return engine
 

@@ -64,8 +64,9 @@ class Block(Slot):
         return Actions(admit=admitted)
 
     def _in_order(self, waiting: Sequence[Waiting]) -> list[Waiting]:
-        overdue = [request for request in waiting if self._passed.get(request.key, 0) >= self.patience]
-        others = [request for request in waiting if request not in overdue]
+        is_overdue = lambda request: self._passed.get(request.key, 0) >= self.patience
+        overdue = [request for request in waiting if is_overdue(request)]
+        others = [request for request in waiting if not is_overdue(request)]
         return overdue + (
             sorted(others, key=lambda request: (request.priority, request.length)) if self.sort else others
         )

@@ -25,6 +25,9 @@ FORGET = 0.995
 ANSWERS = 128
 """Of so many of the last answers the lengths are known."""
 
+MOST_PACES = 64
+"""Of so many thresholds beside the candidates the pace is known; requests may ask for any."""
+
 HOPELESS = 0.7
 """A request is given up when even this share of its expected time is too long."""
 
@@ -37,7 +40,10 @@ class Deadline(Slot):
         thresholds: candidates below a request's own, as ``0.8/0.7``.
         debounce: seconds between two looks at the load.
         patience: seconds after which a request that was given up waits like any other, so that it is served at last.
-        shed: refuse those that are given up instead of letting them wait.
+        shed: refuse those that are given up instead of letting them wait, unless a slot is free for them: what is
+            expected of requests is learned from those that run.
+        margin: a threshold is high enough where so many times the expected seconds are left; expectations are means,
+            so that at 1 every other request is on its way to be late until it is lowered.
     """
 
     steers = True
@@ -49,15 +55,18 @@ class Deadline(Slot):
         debounce: float = 1.0,
         patience: float = 60.0,
         shed: bool = False,
+        margin: float = 1.0,
     ):
         for name, value in (("slo", slo), ("debounce", debounce), ("patience", patience)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name}: {value!r} must be a number of seconds, at least 0")
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 1 <= margin < math.inf:
+            raise ValueError(f"margin: {margin!r} must be a number, at least 1")
         if not isinstance(shed, bool):
             raise ValueError(f"shed: {shed!r} must be true or false")
-        self.slo, self.debounce, self.patience, self.shed = slo, debounce, patience, shed
+        self.slo, self.debounce, self.patience, self.shed, self.margin = slo, debounce, patience, shed, margin
         self.candidates = _candidates(thresholds)
-        self._paces: dict[float, _Pace] = {}  # by threshold
+        self._paces: dict[float | None, _Pace] = {}  # by threshold; None: of decoders without one
         self._lengths = _Lengths()
         self._seen: dict[int, Running] = {}  # by request, as of the last view
         self._caps: Mapping[int, float] = {}  # by request
@@ -71,20 +80,21 @@ class Deadline(Slot):
         if now - self._looked >= self.debounce:
             self._caps, self._looked = self._load_control(view, now), now
         hopeless = {request.key for request in view.waiting if self._is_hopeless(request, view, now)}
-        shed = sorted(hopeless) if self.shed else ()
         queue = [request for request in view.waiting if request.key not in hopeless]
-        if not self.shed:
-            queue += [request for request in view.waiting if request.key in hopeless]
+        queue += [request for request in view.waiting if request.key in hopeless]
+        admit = first_that_fit(queue, view)
         return Actions(
-            admit=first_that_fit(queue, view),
+            admit=admit,
             thresholds={row.key: choice for row in view.running if (choice := self._choice(row, now)) != row.threshold},
-            shed=shed,
+            shed=sorted(hopeless.difference(admit)) if self.shed else (),
         )
 
     def speed(self, threshold: float | None) -> float:
         """Tokens a pass at a threshold: what was seen there, else at the nearest one above, where there are fewer; 1
         before anything was seen."""
-        above = [known for known in self._paces if threshold is not None and known >= threshold]
+        if threshold is None:
+            return self._paces[None].speed if None in self._paces else 1.0
+        above = [known for known in self._paces if known is not None and known >= threshold]
         return self._paces[min(above)].speed if above else 1.0
 
     def passes(self, request: Waiting, done: int, threshold: float | None) -> float:
@@ -109,12 +119,19 @@ class Deadline(Slot):
         lengths from those that were answered."""
         for row in (*view.ended, *view.running):
             before = self._seen.get(row.request.key, dataclasses.replace(row, done=0, passes=0))
-            if row.threshold is not None and row.passes > before.passes:
-                pace = self._paces.setdefault(row.threshold, _Pace())
-                pace.follow(row.done - before.done, row.passes - before.passes)
+            if row.passes > before.passes:
+                self._pace(row.threshold).follow(row.done - before.done, row.passes - before.passes)
         for row in view.ended:
             self._lengths.add(row.done)
         self._seen = {row.request.key: row for row in view.running}
+
+    def _pace(self, threshold: float | None) -> "_Pace":
+        if threshold not in self._paces:
+            others = [known for known in self._paces if known not in self.candidates]
+            if len(others) >= MOST_PACES and threshold not in self.candidates:
+                del self._paces[others[0]]
+            self._paces[threshold] = _Pace()
+        return self._paces[threshold]
 
     def _choice(self, row: Running, now: float) -> float | None:
         """The highest threshold within the row's cap at which it keeps its SLO; the lowest if none does."""
@@ -124,7 +141,7 @@ class Deadline(Slot):
         options = self._options(wanted)
         cap = self._caps.get(row.request.key, wanted)
         left = row.request.arrived + self._target(row.request) - now
-        return next((c for c in options if c <= cap and self.time(row, c) <= left), options[-1])
+        return next((c for c in options if c <= cap and self.margin * self.time(row, c) <= left), options[-1])
 
     def _load_control(self, view: View, now: float) -> Mapping[int, float]:
         """The highest threshold that each request may have, so that all of them together ask for no more positions than

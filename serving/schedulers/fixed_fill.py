@@ -52,7 +52,7 @@ class FixedFill(Slot):
         if self.timeout is None:
             return math.inf
         if isinstance(self.timeout, str):
-            return shortest_timeout(view.service, view.rate) if view.rate > 0 else 0.0
+            return shortest_timeout(view.batch, view.rate) if view.rate > 0 else 0.0
         return self.timeout
 
     def _batch(self, view: View, closed: float) -> list[Waiting]:

@@ -71,7 +71,7 @@ class View:
         free: slots that nobody has.
         slots: all slots.
         rate: requests a second that have arrived lately; 0 where none has.
-        service: seconds that a request has taken in its slot lately; 0 where none has ended.
+        batch: seconds that it has taken lately from an idle server's first request until it was idle again; 0 before.
         room: positions of keys and values that may still be taken.
         running: the requests in slots. Given to policies that ``steer``; empty for the others.
         ended: those that have been answered since the last view, as they ended. (Who left is in neither.) Likewise.
@@ -82,7 +82,7 @@ class View:
     free: int
     slots: int
     rate: float = 0.0
-    service: float = 0.0
+    batch: float = 0.0
     room: float = math.inf
     running: Sequence[Running] = ()
     ended: Sequence[Running] = ()

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.characterize import __main__ as characterize
 from benchmarks.characterize import parts, plots, report, subject
 from benchmarks.characterize.parts import PARTS
+from benchmarks.machine import ROOT
 
 
 def test_the_command_line_names_the_parts_that_there_are():
@@ -19,7 +20,7 @@ def small_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("characterization")
     flags = ["--out", str(out), "--n", "2", "--batch", "2", "--budgets", "16", "64", "--max-tokens", "64"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "WINDOWS", (4,))
+        patch.setattr(subject, "WINDOWS", (4, 4))
         assert characterize.main(["requests", "budgets", "batches", *flags]) == 0
     return out, flags
 
@@ -87,6 +88,13 @@ def test_scheduling_is_the_papers_table(tmp_path, capsys):
     assert all(cell in out for cell in ("19.6", "36.2", "52.3", "87.9", "55 %", "5.1"))
     content = (tmp_path / report.REPORT).read_text()
     assert "Table" in content and ".png" not in content and not list(tmp_path.glob("*.png"))
+
+
+def test_the_committed_report_is_what_its_data_say():
+    out = ROOT / "benchmarks" / "results" / "characterization"
+    found = {part.name: data_of(out, part.name) for part in PARTS}
+    assert report.markdown(PARTS, found, drawn=True) == (out / report.REPORT).read_text()
+    assert json.loads((out / report.RESULTS).read_text()) == found
 
 
 FAKE = {

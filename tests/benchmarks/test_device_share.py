@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from benchmarks.device_share import _torch_intervals, jax_busy_seconds, torch_busy_seconds, union
+from benchmarks import tables
+from benchmarks.device_share import (
+    _torch_intervals,
+    busy_share,
+    jax_busy_seconds,
+    torch_busy_seconds,
+    trace_jax,
+    union,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +63,17 @@ def test_a_loop_is_counted_by_what_runs_inside_it():
     x = jnp.ones((64, 64))
     run(x).block_until_ready()
     assert jax_busy_seconds(lambda: run(x).block_until_ready()) > 0
+
+
+def test_launches_are_counted_one_by_one():
+    step, x = jax.jit(lambda x: jnp.sin(x) @ x), jnp.ones((8, 8))
+    run = lambda: [step(step(x)).block_until_ready(), (x + 1).block_until_ready()]
+    run()
+    assert trace_jax(run).launched == 3
+
+
+def test_a_share_is_of_the_middle_run_and_may_be_too_much():
+    seconds = iter([0.5, 9.0, 1.2])
+    share = busy_share(lambda: next(seconds), wall=1.0)
+    assert share == 1.2 and tables.busy(share) == "100 %" and tables.busy(None) is None
+    assert busy_share(lambda: 0.0, wall=1.0) is None

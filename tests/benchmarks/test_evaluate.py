@@ -10,6 +10,7 @@ import pytest
 from benchmarks import evaluate, evaluate_problems
 from benchmarks.evaluate_cleanup import code_of, flexible_number, strict_number
 from benchmarks.evaluate_problems import Problem, prompt_ids, read_problems
+from benchmarks.presets import LLADA_8B
 from benchmarks.sandbox import run_program
 from jdllm.config import DecodeConfig
 from jdllm.runtime import UsageError
@@ -154,6 +155,8 @@ def test_the_shipped_model(tmp_path, capsys):
     assert row["settings"]["skip_threshold"] == 0.95 and row["settings"]["block_size"] == 8
     assert len(row["answers"]) == 4 and row["answers"][0]["text"].startswith("name:")
     shown = capsys.readouterr()
+    fast = {**row, "settings": {**row["settings"], "decoder": "fast-dllm"}, "threshold": 0.9}
+    assert "threshold 0.9, cache prefix" in evaluate.table({**results, "rows": [fast]})  # what was left open, too
     for text in ("skip_threshold 0.95", "Prompt form chat, 0 examples", "order sheet", "100.0 %"):
         assert text in shown.out
     assert "d2f: 4 of 4, right: exact" in shown.err
@@ -162,7 +165,7 @@ def test_the_shipped_model(tmp_path, capsys):
 def test_code_of_a_model_without_leave_is_not_judged(tmp_path, monkeypatch, capsys):
     def run_decoder(folder, decoder, problems, examples, prompt_form, given, rows, run_code):
         result = {"text": BODY, "ids": [1, 2], "nfe": 1, "finish_reason": "stop"}
-        return DecodeConfig(**given), [evaluate._answer(p, result, prompt_form, run_code) for p in problems]
+        return DecodeConfig(**given), LLADA_8B, [evaluate._answer(p, result, prompt_form, run_code) for p in problems]
 
     monkeypatch.setattr(evaluate, "run_decoder", run_decoder)
     (tmp_path / "p.jsonl").write_text(json.dumps(humaneval().fields) + "\n")

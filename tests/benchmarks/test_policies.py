@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -19,6 +20,18 @@ from jdllm.serving.model import open_model
 from jdllm.serving.schedulers import Slot
 
 HEAD = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e", "kind": "dual"}
+
+
+SERVED = {
+    "requests_per_second": 1.0,
+    **{name: 0.1 for name in ("ttft", "p50", "p90", "p99")},
+    "within_slo": 0.9,
+    "goodput": 0.9,
+    "tokens_per_nfe": 2.0,
+    "wasted": 0.2,
+    "widest": 512,
+    "widest_seconds": 0.007,
+}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +132,8 @@ def test_percentiles_as_numpy_has_them():
     [
         ("agree", {"policy": "slot", "load": 0.3, "rate": 2.0, "real": [0.1, 0.2], "simulated": [0.11, 0.19]}, "+10 %"),
         ("agree", {"policy": "a", "load": 0.3, "rate": 2.0, "real": [1, 2], "simulated": [1.1, 1]}, "15 %: 1 of 2"),
+        ("compare", {"policy": "slot", "load": 0.3, **SERVED}, "512 (7)"),
+        ("burst", {"thresholds": "fixed 0.9", "exact": 0.5, **SERVED}, "50.0 %"),
         ("block", {"policy": "block", "seconds": 2.0, "tokens_per_second": 50.0, "steps": 4.0}, "1.00x"),
         ("capacity", {"on": "live", "rate": 12.0, "probes": [[1, True]]}, "12.0"),
     ],
@@ -157,24 +172,26 @@ def test_predictions_of_costs_are_made_before_the_call(opened):
 
 
 @pytest.mark.slow
-def test_a_live_run_against_a_real_server():
+def test_a_live_run_against_a_real_server(monkeypatch):
+    monkeypatch.setattr(live_run, "LOOK", 0.2)
     asked, works = policies.prepare(32, "dual")
     with live_run.server("block", print) as process:
         run = live_run.play(process.address, asked, policies.at(20.0, 32))
-    assert all(answer.text == one.task.answer or answer.text for answer, one in zip(run.answers, asked, strict=True))
+    assert sum(answer.text == one.task.answer for answer, one in zip(run.answers, asked, strict=True)) > 28
     summary = live_run.summary(run, slo=60.0)
     assert summary["within_slo"] == 1.0 and 0.5 < summary["tokens_per_nfe"] <= 1.0 and run.sizes
-    assert sum(size.calls for window in run.windows for size in window.sizes) <= sum(size.calls for size in run.sizes)
+    assert len(run.windows) > 3 and run.windows[-1].until == math.inf
+    assert sum(size.calls for window in run.windows for size in window.sizes) == sum(size.calls for size in run.sizes)
     assert simulate(policies.at(20.0, 32), works, Slot(), like(run))
 
 
 @pytest.mark.slow
 def test_deficit_keeps_steps_narrow_on_a_real_server():
-    """Whoever decodes waits for a step of its budget, and of one refresh that earlier steps saved up for; where all
-    refreshes go at once, it waits for as many as there are."""
+    """Whoever decodes waits for a step of the budget and of what earlier steps left of it; where all refreshes go at
+    once, it waits for as many as there are."""
     asked, _ = policies.prepare(64, "dual")
     widest = {}
     for text in ("slot", "deficit,budget=256"):
         with live_run.server(text, print) as process:
             widest[text] = live_run.play(process.address, asked, [0.0] * 64).widest.packed
-    assert widest["deficit,budget=256"] <= 256 + workload.LENGTH < widest["slot"]
+    assert widest["deficit,budget=256"] < widest["slot"] / 2

@@ -63,6 +63,14 @@ def test_the_tiny_case_is_sixteen_unlike_golden_requests():
     assert {decode.block_size for _, decode in case.requests} == {4, 8, 16, 32}
 
 
+def test_goals_of_a_full_batch():
+    ours = {"engine": "jdllm", "config": "tiny", "batch": 16, "ms_per_step": 1.0}
+    ours |= {"positions_needed": 90, "positions_computed": 100}
+    theirs = {"engine": "pytorch", "config": "tiny", "batch": 16, "ms_per_step": 9.0}
+    found = {goal["goal"]: (goal["value"], goal["reached"]) for goal in step.judge([ours, theirs])}
+    assert found == {"times as fast as PyTorch": (9.0, True), "needed / computed positions": (0.9, True)}
+
+
 def test_goals_are_judged_from_rows():
     ours = {"engine": "jdllm", "config": "tiny", "batch": 1, "ms_per_step": 2.0}
     theirs = {"engine": "pytorch", "config": "tiny", "batch": 1, "ms_per_step": 8.0}

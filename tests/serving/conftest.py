@@ -144,6 +144,7 @@ class ScriptEngine:
         if self.fault:
             self.fault()
         self.steps += 1
+        self.counters.calls += 1
         live = {slot: row for slot, row in self.rows.items() if not row.get("ended")}
         passes = [
             Pass(slot, row["handle"], 8, row["nfe"] == 0, row["nfe"], row.get("prefix", 0))

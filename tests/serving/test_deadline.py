@@ -1,5 +1,6 @@
 """DiLaServe's rule: thresholds that follow the load."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.serving.schedulers import Deadline, Running, View, Waiting
+from jdllm.serving.schedulers.deadline import MOST_PACES
 
 STEP = 0.01
 """Seconds of a step, however wide."""
@@ -60,6 +62,12 @@ def test_it_learns_tokens_a_pass():
 def test_the_highest_threshold_that_is_in_time(slo, chosen):
     """100 tokens at one, two and four a pass of 10 ms: 1, 0.5 and 0.25 seconds."""
     assert choices(taught(SPEEDS), [row(0, slo=slo)]) == chosen
+
+
+def test_a_margin_asks_for_more_time_than_is_expected():
+    assert choices(taught(SPEEDS, margin=1.5), [row(0, slo=1.6)]) == {}
+    assert choices(taught(SPEEDS, margin=1.5), [row(0, slo=1.4)]) == {0: 0.8}
+    assert choices(taught(SPEEDS, margin=1.5), [row(0, slo=0.7)]) == {0: 0.7}
 
 
 def test_time_that_has_passed_counts_and_so_does_what_is_done():
@@ -121,7 +129,38 @@ def test_those_that_cannot_be_saved_wait_behind_the_others_but_not_for_ever():
     ask = lambda now, **more: rule.decide(View([late, good], 1, 8, seconds=flat), now)
     assert ask(5.0).admit == [2]
     assert ask(11.0).admit == [1]
-    assert taught(SPEEDS, shed=True).decide(View([late, good], 8, 8, seconds=flat), 5.0).shed == [1]
+    full = taught(SPEEDS, shed=True).decide(View([late, good], 1, 8, seconds=flat), 5.0)
+    assert full.shed == [1] and full.admit == [2]
+
+
+def test_nobody_is_refused_while_a_slot_is_free():
+    """Before anything was learned all requests seem too long; were they refused, nothing would ever be learned."""
+    rule, request = Deadline(shed=True), Waiting(1, 0.0, tokens=512, slo=8.0, wanted=0.9)
+    slow = lambda rows, positions: 0.024
+    cold = rule.decide(View([request], 8, 8, seconds=slow), 0.0)
+    assert (cold.admit, cold.shed) == ([1], [])
+    assert rule.decide(View([request], 0, 8, seconds=slow), 0.0).shed == [1]
+
+
+def test_decoders_without_a_threshold_have_a_pace_too():
+    """Eight passes for 256 tokens: what such requests need is learned from them, not taken for a token a pass."""
+    rule = Deadline()
+    seen = row(0, done=256, passes=8, threshold=None, wanted=None)
+    rule.decide(View([], 7, 8, running=[seen], seconds=flat), 0.0)
+    rule.decide(View([], 8, 8, ended=[dataclasses.replace(seen, passes=9, done=288)], seconds=flat), 0.0)
+    assert rule.speed(None) == pytest.approx(32, rel=0.01) and rule.speed(0.9) == 1.0
+    request = Waiting(1, 0.0, tokens=256, slo=0.2, wanted=None)
+    assert not rule._is_hopeless(request, View([request], 8, 8, seconds=flat), 0.0)
+
+
+def test_what_clients_ask_for_does_not_pile_up():
+    rule = taught(SPEEDS)
+    for i in range(1000):
+        seen = row(0, done=10, passes=10, threshold=0.9 + i / 20_000, slo=math.inf)
+        rule.decide(View([], 7, 8, running=[seen], seconds=flat), 0.0)
+        rule.decide(View([], 8, 8, seconds=flat), 0.0)
+    assert len(rule._paces) <= MOST_PACES + len(rule.candidates)
+    assert rule.speed(0.8) == pytest.approx(2.0, rel=0.01) and rule.speed(0.7) == pytest.approx(4.0, rel=0.01)
 
 
 def test_rows_without_thresholds_or_targets_are_left_alone():
@@ -180,6 +219,7 @@ def test_own_thresholds_are_never_raised():
         ({"thresholds": "0.8/1.5"}, "thresholds"),
         ({"debounce": True}, "debounce"),
         ({"shed": 1}, "shed"),
+        ({"margin": 0.5}, "margin"),
     ],
 )
 def test_settings_out_of_range(settings, named):

@@ -35,6 +35,42 @@ def test_decode_settings_reach_the_engine(serve, kit):
     assert seen[3].stop_ids is None and seen[3].early_stop is False  # the reference stops at the end of text alone
 
 
+def test_the_official_name_of_the_block_size(api):
+    assert api.complete("a", block_length=4).status_code == 200
+    assert api.complete("a", block_length=4, block_size=4).status_code == 200
+    both = api.complete("a", block_length=4, block_size=8)
+    assert both.status_code == 400 and both.json()["error"]["param"] == "block_length"
+
+
+def test_the_official_name_reaches_the_engine(serve, kit):
+    seen = []
+
+    def script(prompt, decode):
+        seen.append(decode.block_size)
+        return kit.says("x")(prompt, decode)
+
+    server = serve(script)
+    server.complete("a", block_length=4)
+    assert seen == [4]
+
+
+def test_a_default_number_of_steps_counts_where_the_length_is_the_default(serve, kit):
+    seen = []
+
+    def script(prompt, decode):
+        seen.append(decode.steps)
+        return kit.says("x")(prompt, decode)
+
+    server = serve(script, defaults={"decoder": "llada", "max_tokens": 32, "block_size": 8, "steps": 8})
+    assert server.complete("a").status_code == 200 == server.complete("a", max_tokens=20).status_code
+    assert seen == [8, None]
+
+
+def test_min_tokens_is_not_for_text_between_text(api):
+    refused = api.complete("a", suffix="b", min_tokens=1)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "min_tokens"
+
+
 def test_seeds_wrap(serve, kit):
     seen = []
 

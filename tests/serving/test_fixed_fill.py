@@ -61,7 +61,7 @@ def test_sealed_batches_take_nobody_who_came_later():
 
 def test_the_timer_follows_what_is_measured():
     policy = FixedFill(4, AUTO)
-    assert policy.decide(view(0.0, rate=0.5, service=5.0), 1.0).wake == 3.0
+    assert policy.decide(view(0.0, rate=0.5, batch=5.0), 1.0).wake == 3.0
     assert policy.decide(view(0.0), 0.0).admit == [0]  # nothing is known yet: nobody waits
 
 

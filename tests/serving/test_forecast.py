@@ -5,16 +5,32 @@ import threading
 import pytest
 
 from jdllm.serving.forecast import FOLLOW, Forecast
+from jdllm.serving.schedulers import FixedFill
 
 
 def test_the_first_request_replaces_the_guess_and_others_follow_slowly():
     forecast = Forecast(128)
     assert forecast.wait(ahead=3, slots=2, seconds=0.5) == 2 * 128 * 0.5
-    forecast.ended(10, 2.0)
+    forecast.ended(10)
     assert forecast.wait(ahead=0, slots=1, seconds=1.0) == 10
-    forecast.ended(20, 3.0)
+    forecast.ended(20)
     assert forecast.passes == pytest.approx(10 + FOLLOW * 10)
-    assert forecast.service == pytest.approx(2 + FOLLOW)
+
+
+def test_a_batch_lasts_until_nothing_runs(serve, kit):
+    """Ten passes and thirty of 10 ms together: the batch took as long as its longest request."""
+    forecast = Forecast(1)
+    assert forecast.batch == 0
+    forecast.idle(2.0)
+    forecast.idle(3.0)
+    assert forecast.batch == pytest.approx(2 + FOLLOW)
+    server = serve(kit.says("x", end=False), rows=2, policy=FixedFill(2, None), step_seconds=0.01)
+    threads = [threading.Thread(target=server.complete, args=("a",), kwargs={"max_tokens": n}) for n in (10, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.loop._forecast.batch > 0.29 and server.loop._forecast.passes < 30
 
 
 def test_the_rate_is_that_of_the_last_arrivals():

@@ -30,6 +30,26 @@ def test_other_origins_are_let_in_only_when_told(serve, kit):
     assert allowed not in one.http.get("/health", headers={"Origin": "https://other.example"}).headers
 
 
+def test_a_page_of_another_origin_cannot_make_the_server_work(serve, kit):
+    """A browser sends such a post without asking first, and only hides what comes back."""
+    server = serve(kit.says("ok"), cors_origins=("https://page.example",))
+    body = json.dumps({"prompt": "a"})
+
+    def post(origin: str | None, path: str = "/v1/completions") -> int:
+        headers = {"Content-Type": "text/plain"} | ({} if origin is None else {"Origin": origin})
+        return server.http.post(path, content=body, headers=headers).status_code
+
+    assert [post(origin) for origin in ("https://other.example", "null", "http://127.0.0.1:1")] == [403] * 3
+    assert post("https://other.example", "/v1/abort") == 403 == post("https://other.example", "/tokenize")
+    assert server.metric("jdllm_requests_admitted_total") == 0
+    assert [post(origin) for origin in (None, server.url, "https://page.example")] == [200] * 3
+    assert (
+        serve(kit.says("ok"), cors_origins=("*",))
+        .http.post("/v1/completions", content=body, headers={"Origin": "https://other.example"})
+        .is_success
+    )
+
+
 @pytest.mark.parametrize("patience", [0.3])
 def test_a_reader_that_reads_nothing_is_left_in_the_end(serve, kit, patience):
     """Its buffers fill, it is dropped, and its row is free; steps did not wait for it."""

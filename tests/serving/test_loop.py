@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from jdllm.serving.loop import MOST_FAULTS
+from jdllm.serving.schedulers import Slot
+
 
 def abandoned_post(server, body: dict, seconds: float, path="/v1/completions") -> None:
     """A plain POST whose client hangs up after a while."""
@@ -284,6 +287,50 @@ def test_fault_that_cannot_be_repaired(serve, kit):
     kit.until(lambda: server.http.get("/ready").status_code == 503)
     assert "the device is gone" in server.http.get("/ready").json()["reason"]
     assert server.complete("a").status_code == 503 and server.http.get("/health").status_code == 200
+
+
+class Faulty(Slot):
+    """Fails whenever somebody waits."""
+
+    steers = True
+
+    def decide(self, view, now):
+        if view.waiting:
+            raise RuntimeError("no decision")
+        return super().decide(view, now)
+
+
+def test_a_fault_that_comes_again_and_again_ends_the_server(serve, kit):
+    """Not a circle of resets, with the queue waiting for ever."""
+    server = serve(kit.says("x"), policy=Faulty())
+    assert server.complete("a").status_code == 503
+    assert server.loop.state == "failed" and server.engine.resets == MOST_FAULTS
+    assert "no decision" in server.http.get("/ready").json()["reason"]
+
+
+def test_who_left_is_counted_also_where_the_next_decision_fails(serve, kit):
+    class Once(Slot):
+        steers = True
+
+        def decide(self, view, now):
+            if gone.is_set() and not view.running and not failed.is_set():
+                failed.set()
+                raise RuntimeError("once")
+            return super().decide(view, now)
+
+    gone, failed = threading.Event(), threading.Event()
+    server = serve(kit.says("x", end=False), length=500, step_seconds=0.01, policy=Once())
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"X-Request-ID": "leaves"}
+        body = {"prompt": "a", "max_tokens": 300}
+        reply = pool.submit(server.http.post, "/v1/completions", json=body, headers=headers)
+        kit.until(lambda: server.engine.rows)
+        gone.set()
+        server.http.post("/v1/abort", json={"request_id": "leaves"})
+        assert reply.result().status_code == 499
+    kit.until(failed.is_set)
+    kit.until(lambda: server.loop.state == "ready" and server.loop.idle)
+    assert server.metric("jdllm_requests_cancelled_total") == 1 and reconciles(server)
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve, kit):

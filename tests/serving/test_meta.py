@@ -24,6 +24,17 @@ def test_tokenizer_endpoints(api, kit):  # F6
     assert api.http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
 
 
+def test_a_chat_is_tokenized_with_its_answers_beginning_or_refused(api):
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert api.http.post("/tokenize", json={**chat, "add_generation_prompt": True}).status_code == 200
+    refused = api.http.post("/tokenize", json={**chat, "add_generation_prompt": False})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "add_generation_prompt"
+
+
+def test_no_page_loads_scripts_from_elsewhere(api):
+    assert [api.http.get(path).status_code for path in ("/docs", "/redoc")] == [404, 404]
+
+
 def test_request_ids(api):
     assert api.http.get("/health", headers={"X-Request-ID": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert api.http.get("/nowhere", headers={"X-Request-ID": "abc-2"}).headers["x-request-id"] == "abc-2"

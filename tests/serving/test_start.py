@@ -117,3 +117,17 @@ def test_more_rows_than_the_device_holds_are_refused_with_the_number_that_fits(m
     assert compiled == [1]
     with pytest.raises(UsageError):
         models.open_model(SHIPPED / "orders-d2f", lines.append, max_rows=most + 1, max_length=512).new_engine(print)
+
+
+def test_an_empty_key_is_not_no_key(capsys):
+    """What --api-key "$KEY" gives where KEY is not set must not let everyone in."""
+    assert command.main(["--api-key", ""]) == 2
+    assert "--api-key: is empty" in capsys.readouterr().err
+
+
+def test_warming_needs_no_port_but_a_place(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        args = command._parser().parse_args(["--warm-only", "--port", str(taken.getsockname()[1])])
+        assert command._preflight(args)[2] is None
+    assert command.main(["--warm-only", "--compile-cache", ""]) == 2
+    assert "--warm-only: has nowhere" in capsys.readouterr().err
