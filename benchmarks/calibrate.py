@@ -44,8 +44,9 @@ def at_its_pace(run: Run) -> Machine:
     answers for its queue, not for other work on its processors."""
     machine, ends, paces = like(run), [], []
     for window in run.windows:
-        took = sum(size.seconds for size in window.sizes)
-        expected = sum(size.calls * machine.seconds(size.rows, size.packed) for size in window.sizes)
+        took = window.gap_seconds + sum(size.seconds for size in window.sizes)
+        expected = window.gaps * machine.gap
+        expected += sum(size.calls * machine.seconds(size.rows, size.packed) for size in window.sizes)
         ends.append(window.until)
         paces.append(took / expected if sum(size.calls for size in window.sizes) >= ENOUGH else 1.0)
     pace = lambda now: paces[place] if (place := bisect.bisect_left(ends, now)) < len(ends) else 1.0

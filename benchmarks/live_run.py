@@ -47,11 +47,13 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some seconds of a run: when they end, on the clock of the arrivals, and what the server says of its steps in
-    them."""
+    """Some seconds of a run: when they end, on the clock of the arrivals, what the server says of its steps in them,
+    and of what lay between two steps: how many times, and seconds together."""
 
     until: float
     sizes: list[Size]
+    gaps: float
+    gap_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +124,16 @@ def play(address: Address, asked: Sequence[Request], arrivals: Sequence[float]) 
     counted = {name: value - known.get(name, 0.0) for name, value in metrics(after).items()}
     looks.append((math.inf, after))
     pages = [before, *(page for _, page in looks)]
-    windows = [Window(until, _sizes(earlier, page)) for earlier, (until, page) in zip(pages[:-1], looks, strict=True)]
+    windows = [_window(until, earlier, page) for earlier, (until, page) in zip(pages[:-1], looks, strict=True)]
     return Run(answers, counted, _sizes(before, after), windows)
+
+
+def _window(until: float, before: str, after: str) -> Window:
+    """From two pages of metrics."""
+    known, now = metrics(before), metrics(after)
+    name = "jdllm_between_steps_seconds"
+    gaps, seconds = (now[f"{name}_{what}"] - known[f"{name}_{what}"] for what in ("count", "sum"))
+    return Window(until, _sizes(before, after), gaps, seconds)
 
 
 def _sizes(before: str, after: str) -> list[Size]:
