@@ -45,12 +45,15 @@ def test_completions_take_text_in_the_chat_format(server, orders, written):
 
 
 def test_a_stream_is_lines_of_data_up_to_done(server, orders):
-    body = {"messages": [{"role": "user", "content": orders[3].message}], "stream": True}
-    lines = [line for line in post(f"{server.url}/v1/chat/completions", body, "-N").split("\n") if line]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
-    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[:-1]]
-    assert "".join(delta.get("content", "") for delta in deltas) == orders[3].answer
-    assert len(deltas) > 2  # it came in parts
+    in_parts = 0
+    for _ in range(5):
+        body = {"messages": [{"role": "user", "content": orders[3].message}], "stream": True}
+        lines = [line for line in post(f"{server.url}/v1/chat/completions", body, "-N").split("\n") if line]
+        assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[:-1]]
+        assert "".join(delta.get("content", "") for delta in deltas) == orders[3].answer
+        in_parts += len(deltas) > 2
+    assert in_parts  # on a busy machine an answer may be complete before its first part is sent, but not every time
 
 
 def test_an_error_has_its_status_and_says_what_is_wrong(server):
