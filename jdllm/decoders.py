@@ -24,6 +24,9 @@ COMMON = frozenset(
 )
 """Settings that every decoder reads."""
 
+_OWN = tuple(field.name for field in dataclasses.fields(DecodeConfig) if field.name not in COMMON)
+"""Settings that belong to some decoders alone."""
+
 OFF: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "cfg_scale": 0.0, "alg_temp": 0.0}
 """Values of settings that ask for nothing: any decoder takes them."""
 
@@ -249,12 +252,9 @@ def check(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int], canva
         canvas: positions of a row, which bounds the passes of a schedule too.
     """
     decoder = _find(decode.decoder, model.family)
-    for field in dataclasses.fields(DecodeConfig):
-        value = getattr(decode, field.name)
-        if field.name not in COMMON | decoder.settings and value != field.default:
-            raise RequestError(
-                field.name, f"decoder {decode.decoder} does not use it{_on(decode.decoder, model.family)}"
-            )
+    for name in _OWN:
+        if name not in decoder.settings and getattr(decode, name) != getattr(DecodeConfig, name):
+            raise RequestError(name, f"decoder {decode.decoder} does not use it{_on(decode.decoder, model.family)}")
     blocks = len(block_masks(decode, model, prompt))
     on_dream = "alg" in decoder.settings
     by_threshold = on_dream and alg_of(decode) == "confidence_threshold"
@@ -281,11 +281,10 @@ def check(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int], canva
 def _scheduled(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, canvas: int) -> int:
     """``schedule_length``; of steps that are more than the canvas has positions their number, without making a
     schedule of up to a million passes."""
-    few = dataclasses.replace(decode, steps=2 * max(1, len(block_masks(decode, model, prompt))))
-    bounded = decode.steps is None or decode.steps <= canvas or (decode.decoder, model.family) == ("fast-dllm", "llada")
-    if bounded or not schedule_length(prompt, few, model):
+    if decode.steps is None or decode.steps <= canvas or (decode.decoder, model.family) == ("fast-dllm", "llada"):
         return schedule_length(prompt, decode, model)
-    return decode.steps or 0
+    few = dataclasses.replace(decode, steps=2 * max(1, len(block_masks(decode, model, prompt))))
+    return decode.steps if schedule_length(prompt, few, model) else 0
 
 
 def _check_dream(decode: DecodeConfig) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,7 +18,8 @@ from jdllm.config import RequestError
 from jdllm.serving import errors, openapi, playground
 from jdllm.serving.calls import Call, open_call, refuse_far_too_long
 from jdllm.serving.errors import ApiError
-from jdllm.serving.gate import Gate
+from jdllm.serving.gate import Direct, Gate
+from jdllm.serving.job import Job
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.metrics import Metrics
 from jdllm.serving.model import ServedModel
@@ -126,6 +127,8 @@ def create_app(
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
     openapi.install(app)
+    busy: dict[str, Callable[[Request], Awaitable[Response]]] = {}
+    app.add_middleware(Direct, endpoints=busy)
     app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body, origins=config.cors_origins)
     if config.cors_origins:
         app.add_middleware(
@@ -177,7 +180,7 @@ def create_app(
         if body.stream:
             return EventStream(call, config.keep_alive, config.patience, done)
         try:
-            return JSONResponse(await _unless_gone(request, call))
+            return JSONResponse(await _unless_gone(request, call, loop.cancel))
         finally:
             done()
 
@@ -188,6 +191,8 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await answer(request, await _body(request, CompletionRequest))
+
+    busy |= {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
 
     @app.post("/v1/abort")
     async def abort(request: Request) -> Mapping[str, Any]:
@@ -262,19 +267,17 @@ async def _body(request: Request, kind: type[Body]) -> Body:
     return kind.model_validate_json(await request.body())
 
 
-async def _unless_gone(request: Request, call: Call) -> Mapping[str, Any]:
+async def _unless_gone(request: Request, call: Call, cancel: Callable[[Sequence[Job]], None]) -> Mapping[str, Any]:
     """The call's result; ends early, with an error that nobody will read, when the client hangs up."""
 
-    async def gone() -> None:
+    async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        cancel(call.jobs)
+        call.news.set()
 
-    result, left = asyncio.ensure_future(call.result()), asyncio.ensure_future(gone())
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((result, left), return_when=asyncio.FIRST_COMPLETED)
-        if not result.done():
-            raise ApiError(499, "the client closed the connection")
-        return result.result()
+        return await call.result()
     finally:
-        result.cancel()
-        left.cancel()
+        watching.cancel()

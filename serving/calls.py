@@ -61,6 +61,8 @@ class Call:
         while True:
             if error := next((job.error for job in self.jobs if job.error), None):
                 raise error
+            if any(job.cancelled for job in self.jobs):
+                raise ApiError(499, "the client closed the connection")
             if all(job.done for job in self.jobs):
                 break
             await self.news.wait()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jdllm.config import DecodeConfig
 from jdllm.serving.errors import ApiError
+from jdllm.serving.schedulers import Waiting
 from jdllm.serving.stream import Answer
 
 
@@ -44,6 +45,7 @@ class Job:
         wanted, threshold: the probability at which its positions are to be committed, and are at present; None where
             its decoder has no such rule.
         number: in order of submission.
+        outlook: what a policy sees of it in the queue, from its submission on.
         width: positions of its next window, as of the last report; 0 before.
         logprobs: the answer shall have those of its tokens.
         commits: what the canvas got, in order (``Commit``), or None where nobody watches.
@@ -73,6 +75,7 @@ class Job:
     wanted: float | None = None
     threshold: float | None = None
     number: int = 0
+    outlook: Waiting | None = None
     width: int = 0
     priority: int = 0
     logprobs: bool = False

@@ -76,14 +76,15 @@ class EngineLoop:
         self._stopping = False
         self._numbers = itertools.count()
         self._waiting: list[Job] = []  # by priority, then arrival
-        self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes it
+        self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes this and the next
+        self._leaving: list[Job] = []  # their slots may be others' by now, their last words are not read yet
         self._news: dict[int, Job] = {}
         self._ended: list[Running] = []  # since the policy was last asked, where it steers
         self._forecast, self._busy_since = Forecast(1.0), 0.0
         self._pass_seconds: Callable[[], float] = lambda: 0.0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
-        metrics.gauge("requests_running", "Requests in a slot.", lambda: len(self._running))
+        metrics.gauge("requests_running", "Requests in a slot.", lambda: len(self._running) + len(self._leaving))
         metrics.gauge("requests_waiting", "Requests in the queue.", lambda: len(self._waiting))
         metrics.gauge("oldest_wait_seconds", "How long the head of the queue has waited.", self._oldest_wait)
 
@@ -123,6 +124,7 @@ class EngineLoop:
             self._forecast.arrived(jobs[0].arrived, len(jobs))
             for job in jobs:
                 job.number = next(self._numbers)
+                job.outlook = outlook.waiting(job)
                 place = bisect.bisect_right(self._waiting, job.priority, key=lambda waiting: waiting.priority)
                 self._waiting.insert(place, job)
             self._changed.notify()
@@ -138,7 +140,7 @@ class EngineLoop:
             for job in jobs:
                 if job.cancelled or job.finish_reason:
                     continue
-                if job.error and job not in self._waiting and job not in self._running.values():
+                if job.error and job not in (*self._waiting, *self._running.values(), *self._leaving):
                     continue
                 job.cancelled = True
                 if job in self._waiting:
@@ -166,7 +168,7 @@ class EngineLoop:
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
         with self._changed:  # a job that moves to its slot is, for a moment, in neither
-            return not self._waiting and not self._running
+            return not (self._waiting or self._running or self._leaving)
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; jobs that are left get an error. While it loads or compiles it is abandoned instead."""
@@ -192,28 +194,8 @@ class EngineLoop:
             model = self.model = self._open_model(self._progress)
             self.state, self.detail = "compiling", "compiling"
             engine = model.new_engine(self._progress)
-            compiled, counters = model.compiles(), engine.counters
-            gauge = self._metrics.gauge
-            gauge("slots", "Requests that can be decoded at once.", lambda: model.max_rows)
-            gauge("slots_used_ratio", "Share of the slots that are taken.", lambda: self._used / model.max_rows)
-            gauge(
-                "positions_computed", "Window positions that steps ran on, padding included.", lambda: counters.computed
-            )
-            gauge("positions_needed", "Window positions that rows needed.", lambda: counters.needed)
-            gauge("positions_wasted_ratio", "Share of the computed positions that were padding.", counters.wasted)
-            self._metrics.gauge(
-                "recompiles_after_ready_total",
-                "Programs compiled after the start.",
-                lambda: model.compiles() - compiled,
-            )
-            self._metrics.table(
-                "step_cost_seconds",
-                "What a step of each compiled size (rows x positions) costs, as schedulers reckon.",
-                "bucket",
-                lambda: {f"{b.rows}x{b.packed}": cost / b.steps for b, cost in engine.costs.table().items()},
-            )
-            gauge("positions_refreshed", "Needed positions in passes over whole canvases.", lambda: counters.refreshed)
-            gauge("positions_refreshed_ratio", "Their share of the needed positions.", counters.refresh_share)
+            counters = engine.counters
+            self._metrics.watch(engine, model, lambda: self._used)
             self._forecast = Forecast(default_max_tokens(model.defaults))
             self._pass_seconds = lambda: _pass_seconds(engine)
             # What has been made until now stays: the collector need not look through it, which takes a fifth of a
@@ -254,51 +236,72 @@ class EngineLoop:
 
     def _serve(self, engine: "Engine") -> None:
         """Step while there is work, sleep while there is none; returns when told to stop."""
-        while True:
+        going = True
+        while going:
             rows, reported = self._report(engine)
-            # Rows that have ended leave before the next call, so that others have their slots in it. Everything else
-            # that a report says is read while the device works, unless the policy steers by it.
-            later = [row for row in rows if row.live and not self._policy.steers]
+            # Rows that have ended leave before the next call, so that others have their slots in it. What the report
+            # says is read while the device works, unless the policy steers by it, or the slot holds more of it.
+            ended, later = [], []
             for row in rows:
-                if not row.live or self._policy.steers:
-                    self._read(engine, row)
-            if not self._running:
-                self._post_news()
-            with self._changed:
-                while not (self._waiting or self._running or self._stopping):
-                    reported = None
-                    self._changed.wait()
-                if self._stopping:
-                    return
-                left = [slot for slot, job in self._running.items() if job.cancelled]
-                self._metrics.cancelled.inc(len(left))
-                late = self._late()
-                overdue = [slot for slot, job in self._running.items() if job in late]
-                for slot in (*left, *overdue):
-                    del self._running[slot]
-                for job in late:
-                    self._miss(job)
-                joined, thresholds = self._decide(engine)
-                if not (joined or left or self._running or self._news):  # the policy lets them wait
-                    until = min([self._wake, *(job.deadline for job in self._waiting if job.deadline is not None)])
-                    pause = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
-                    self._changed.wait(None if until == math.inf else pause)
+                job = self._running.get(row.slot)
+                if job is None or job.cancelled or row.handle != job:
                     continue
-            # Outside the lock: this takes the device's time, and clients must not wait for it.
-            for slot in (*left, *overdue):
-                engine.evict(slot)
-            for job in joined:
-                self._insert(engine, job)
-            if thresholds:
-                self._set_thresholds(engine, thresholds)
-            if self._running:
-                if engine.dispatch(self._hold if self._policy.holds else None):
-                    self._metrics.steps.inc()
-                    if reported is not None:
-                        self._metrics.between_steps_seconds.observe(time.perf_counter() - reported)
-                for row in later:
-                    self._read(engine, row)
+                if self._policy.steers or (job.decode.alternatives and not row.live):
+                    self._read(engine, row, job)
+                elif row.live:
+                    later.append((row, job))
+                else:
+                    self._release(engine, row.slot, job)
+                    ended.append((row, job))
+            if not (self._running or ended):
+                self._post_news()
+            try:
+                going = self._step(engine, reported)
+            finally:  # whatever fails, these answers are complete
+                for row, job in ended:
+                    self._read(engine, row, job)
+            for row, job in later:
+                self._read(engine, row, job)
             self._post_news()
+
+    def _step(self, engine: "Engine", reported: float | None) -> bool:
+        """Wait for work, let jobs leave and join as the policy says, and start the next call; False when told to stop.
+
+        Args:
+            reported: when the last call's report came, if rows go on from it.
+        """
+        with self._changed:
+            while not (self._waiting or self._running or self._leaving or self._stopping):
+                reported = None
+                self._changed.wait()
+            if self._stopping:
+                return False
+            left = [slot for slot, job in self._running.items() if job.cancelled]
+            self._metrics.cancelled.inc(len(left))
+            late = self._late()
+            overdue = [slot for slot, job in self._running.items() if job in late]
+            for slot in (*left, *overdue):
+                del self._running[slot]
+            for job in late:
+                self._miss(job)
+            joined, thresholds = self._decide(engine)
+            if not (joined or left or self._running or self._leaving or self._news):  # the policy lets them wait
+                until = min([self._wake, *(job.deadline for job in self._waiting if job.deadline is not None)])
+                pause = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+                self._changed.wait(None if until == math.inf else pause)
+                return True
+        # Outside the lock: this takes the device's time, and clients must not wait for it.
+        for slot in (*left, *overdue):
+            engine.evict(slot)
+        for job in joined:
+            self._insert(engine, job)
+        if thresholds:
+            self._set_thresholds(engine, thresholds)
+        if self._running and engine.dispatch(self._hold if self._policy.holds else None):
+            self._metrics.steps.inc()
+            if reported is not None:
+                self._metrics.between_steps_seconds.observe(time.perf_counter() - reported)
+        return True
 
     def _report(self, engine: "Engine") -> "tuple[list[Row], float | None]":
         """The rows of the call in flight, and when its report came; None where there was none, or nobody left."""
@@ -322,7 +325,7 @@ class EngineLoop:
         assert self.model is not None
         waiting = {job.number: job for job in self._waiting}
         view = View(
-            [outlook.waiting(job) for job in self._waiting],
+            [job.outlook or outlook.waiting(job) for job in self._waiting],
             len(free),
             self._slots,
             self._forecast.rate,
@@ -387,15 +390,27 @@ class EngineLoop:
         try:
             engine.insert(job.slots[0], job, job.prompt_ids, job.decode, job.slots[-1])
         except RequestError as error:  # checked before it was queued, so this does not happen; the others go on
-            self._fail(job.slots[0], job, from_exception(error))
+            del self._running[job.slots[0]]
+            self._fail(job, from_exception(error))
         else:
             job.started = time.monotonic()
             self._metrics.queue_seconds.observe(job.started - job.arrived)
 
-    def _read(self, engine: "Engine", row: "Row") -> None:
+    def _release(self, engine: "Engine", slot: int, job: Job) -> None:
+        """Free the slot of a job whose row has ended; what its row has written is still to be read."""
+        self._leaving.append(job)  # first: others look on
+        del self._running[slot]
+        engine.evict(slot)
+        if not self._running:
+            self._forecast.idle(time.monotonic() - self._busy_since)
+
+    def _read(self, engine: "Engine", row: "Row", job: Job) -> None:
         """Take over what a report says of one row, and end its job if that is over."""
-        job = self._running.get(row.slot)
-        if job is None or job.cancelled or row.handle != job:
+        leaving = job in self._leaving
+        if job.cancelled and leaving:
+            self._leaving.remove(job)
+            self._metrics.cancelled.inc()
+        if job.cancelled or not (leaving or self._running.get(row.slot) is job):
             return
         assert self.model is not None
         read_before = job.read
@@ -404,14 +419,17 @@ class EngineLoop:
             self._metrics.first_text_seconds.observe(job.first_text - job.arrived)
         if news:
             self._news[id(job)] = job
-        if end is not None:
-            engine.evict(row.slot)
+        if end is None:
+            return
+        if not leaving:
+            self._release(engine, row.slot, job)
         if isinstance(end, ApiError):
-            self._fail(row.slot, job, end)
-        elif end is not None:
-            self._finish(row.slot, job, end)
+            self._fail(job, end)
+        else:
+            self._finish(job, end)
+        self._leaving.remove(job)
 
-    def _finish(self, slot: int, job: Job, reason: str) -> None:
+    def _finish(self, job: Job, reason: str) -> None:
         now = time.monotonic()
         self._forecast.ended(job.nfe)
         self._metrics.finished.labels(reason).inc()
@@ -422,9 +440,6 @@ class EngineLoop:
         if job.slo is not None:
             self._metrics.slo.labels("yes" if now - job.arrived <= job.slo else "no").inc()
         self._news[id(job)] = job
-        del self._running[slot]
-        if not self._running:
-            self._forecast.idle(now - self._busy_since)
         job.finish_reason = reason  # last: whoever sees it may read everything else
 
     def _count(self, job: Job) -> None:
@@ -432,17 +447,16 @@ class EngineLoop:
         self._metrics.forward_passes.inc(job.nfe)
         self._metrics.committed.inc(len(job.answer.ids))
 
-    def _fail(self, slot: int, job: Job, error: ApiError) -> None:
+    def _fail(self, job: Job, error: ApiError) -> None:
         """End one job with an error; the others go on."""
         log.error("a request failed: %s", error.message, extra=fields(request_id=job.request_id))
         self._metrics.failed.inc()
         self._news[id(job)] = job
-        del self._running[slot]
         job.error = error  # last, as in _finish
 
     def _fail_running(self) -> None:
         error = from_exception(RuntimeError("engine fault"))
-        for job in self._running.values():
+        for job in (*self._running.values(), *self._leaving):
             if not job.cancelled:
                 job.error = error
                 self._metrics.failed.inc()
@@ -450,12 +464,14 @@ class EngineLoop:
             else:
                 self._metrics.cancelled.inc()
         self._running.clear()
+        self._leaving.clear()
         self._post_news()
 
     def _end_all(self, error: ApiError) -> None:
         with self._changed:
-            left = [*self._running.values(), *self._waiting]
+            left = [*self._running.values(), *self._leaving, *self._waiting]
             self._running.clear()
+            self._leaving.clear()
             self._waiting.clear()
         for job in left:
             self._metrics.cancelled.inc()

@@ -5,6 +5,7 @@ the usage numbers that clients were told.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +17,10 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:  # the engine imports JAX
+    from jdllm.engine import Engine
+    from jdllm.serving.model import ServedModel
 
 disable_created_metrics()  # a second series for every number, which nobody reads
 
@@ -120,6 +125,28 @@ class Metrics:
     def table(self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
         """Numbers by a label, read when they are asked for."""
         self.registry.register(_Table(f"jdllm_{name}", text, label, values))  # type: ignore[arg-type]
+
+    def watch(self, engine: "Engine", model: "ServedModel", used: Callable[[], int]) -> None:
+        """Add what an engine counts, which is ready now; ``used``: slots that are taken."""
+        compiled, counters, gauge = model.compiles(), engine.counters, self.gauge
+        gauge("slots", "Requests that can be decoded at once.", lambda: model.max_rows)
+        gauge("slots_used_ratio", "Share of the slots that are taken.", lambda: used() / model.max_rows)
+        gauge("positions_computed", "Window positions that steps ran on, padding included.", lambda: counters.computed)
+        gauge("positions_needed", "Window positions that rows needed.", lambda: counters.needed)
+        gauge("positions_wasted_ratio", "Share of the computed positions that were padding.", counters.wasted)
+        gauge("positions_refreshed", "Needed positions in passes over whole canvases.", lambda: counters.refreshed)
+        gauge("positions_refreshed_ratio", "Their share of the needed positions.", counters.refresh_share)
+        gauge(
+            "recompiles_after_ready_total",
+            "Programs compiled after the start.",
+            lambda: model.compiles() - compiled,
+        )
+        self.table(
+            "step_cost_seconds",
+            "What a step of each compiled size (rows x positions) costs, as schedulers reckon.",
+            "bucket",
+            lambda: {f"{b.rows}x{b.packed}": cost / b.steps for b, cost in engine.costs.table().items()},
+        )
 
     def render(self) -> bytes:
         """The page for a scraper."""

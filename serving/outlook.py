@@ -42,7 +42,7 @@ def running(job: Job) -> Running:
     narrow = job.width if 0 < job.width < length else min(job.decode.block_size, length)
     return Running(
         key=job.slots[0],
-        request=waiting(job),
+        request=job.outlook or waiting(job),
         done=job.read,
         passes=job.nfe,
         width=job.width or length,

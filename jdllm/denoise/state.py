@@ -155,12 +155,12 @@ def pack_numbers(names: tuple[str, ...], values: dict[str, Array]) -> Array:
 
 def pack_row(names: tuple[str, ...], values: dict[str, Any]) -> np.ndarray:
     """``pack_numbers`` of one row on the host."""
-    columns = []
+    row = np.empty(sum(_PLACES[name][1] for name in names), np.int32)
+    seen_as = {kind: row.view(bits) for kind, bits in _BITS.items()}
     for name in names:
-        bits = _BITS.get(_META[name]["kind"])
-        value = np.asarray(values[name], bits or np.int32)
-        columns.append(np.atleast_1d(value.view(np.int32) if bits else value))
-    return np.concatenate(columns)
+        at, width = _PLACES[name]
+        seen_as.get(_META[name]["kind"], row)[at : at + width] = values[name]
+    return row
 
 
 def unpack_numbers(progress: Array, settings: Array) -> Rows:
