@@ -1,8 +1,9 @@
 """python -m benchmarks.server: the whole server's throughput beside that of its engine alone, on the same requests.
 
-Held-out messages go through sixteen slots of the shipped model, and of one that is ten times as large (random weights,
-benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it: in the engine alone
-(benchmarks.bare_engine, which sees only ids), over HTTP with plain answers, and over HTTP streamed. Over HTTP a client,
+Held-out messages go through sixteen slots in the engine alone (benchmarks.bare_engine, which sees only ids), over HTTP
+with plain answers, and over HTTP streamed: of the shipped model; of the same computed by one processor, which leaves
+the others to Python, as an accelerator does; and of a model that is ten times as large (random weights,
+benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it. Over HTTP a client,
 this process, keeps as many connections busy as there are slots and as many again; what it takes of the processors is
 missing in the server, and is not corrected for. The three take turns; a ratio is the median of those within rounds.
 """
@@ -11,13 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import random_checkpoint, server_process, tables
@@ -32,6 +35,8 @@ ROWS = 16
 CONNECTIONS = 2 * ROWS
 GOAL = 0.95
 """Least ratio of the server with plain answers to its engine."""
+ALONE = {"NPROC": "1"}
+"""Environment in which XLA computes on one processor."""
 SETTLE_SECONDS = 0.1
 """Pause before a run: the other process's idle threads spin for some milliseconds before they sleep."""
 
@@ -45,9 +50,10 @@ class RefusedError(Exception):
 class BareEngine:
     """The engine's process."""
 
-    def __init__(self, count: int, *model: str):
+    def __init__(self, count: int, *model: str, environment: Mapping[str, str]):
         command = [sys.executable, "-m", "benchmarks.bare_engine", str(count), str(ROWS), *model]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
         self._read()
 
     def run(self) -> dict[str, Any]:
@@ -204,8 +210,10 @@ def table(results: dict[str, Any]) -> str:
         ],
     )
     machine, rounds = results["machine"], results["rows"][0]["rounds"]
-    told = lambda r: f"{'reached' if r['ratio'] >= GOAL else 'not reached'} by the {r['model']} model"
-    verdicts = [f"{told(r)} ({r['requests']} requests a run)" for r in results["rows"] if r["what"] == PLAIN]
+    told = lambda r: (
+        f"{'reached' if r['ratio'] >= GOAL else 'not reached'} ({r['model']}, {r['requests']} requests a run)"
+    )
+    verdicts = [told(r) for r in results["rows"] if r["what"] == PLAIN]
     note = (
         f"Medians of {rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: {', '.join(verdicts)}; "
         f"{machine['cpu']}, {machine['cpus']} CPUs for server and client together; "
@@ -214,14 +222,16 @@ def table(results: dict[str, Any]) -> str:
     return f"{rows}\n\n{note}"
 
 
-def measure(name: str, count: int, rounds: int, *model: str) -> list[dict[str, Any]]:
-    """The rows of one model: its folder, or nothing for the shipped one."""
-    flags = ("--model", *model) if model else ()
-    server = ServerProcess("--max-rows", str(ROWS), "--max-length", str(LENGTH), *flags, log=log)
+def measure(
+    name: str, count: int, rounds: int, *model: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """The rows of one model: its folder, or nothing for the shipped one; both processes get the environment."""
+    flags = ("--max-rows", str(ROWS), "--max-length", str(LENGTH), *(("--model", *model) if model else ()))
+    server = ServerProcess(*flags, log=log, environment=environment)
     engine = None
     try:
         server.wait_ready()
-        engine = BareEngine(count, *model)
+        engine = BareEngine(count, *model, environment=environment)
         plain_http, streamed = (Http(server, count, stream) for stream in (False, True))
         told = take_turns({ENGINE: engine.run, PLAIN: plain_http.run, STREAMED: streamed.run}, rounds)
     finally:
@@ -234,14 +244,15 @@ def measure(name: str, count: int, rounds: int, *model: str) -> list[dict[str, A
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
     parser.add_argument("--n", type=int, default=200, help="held-out messages; of the larger model an eighth")
-    parser.add_argument("--rounds", type=int, default=9, help="of the larger model a third")
+    parser.add_argument("--rounds", type=int, default=21, help="of the larger model a seventh")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(arguments)
     rows = measure("shipped", options.n, options.rounds)
+    rows += measure("shipped, on one processor", options.n, options.rounds, environment=ALONE)
     with tempfile.TemporaryDirectory() as folder:
         larger = random_checkpoint.write(Path(folder), random_checkpoint.LARGER)
         size = f"{random_checkpoint.parameters(random_checkpoint.LARGER) / 1e6:.0f} M, random"
-        rows += measure(size, max(1, options.n // 8), max(1, options.rounds // 3), str(larger))
+        rows += measure(size, max(1, options.n // 8), max(1, options.rounds // 7), str(larger))
     results = {**provenance("benchmarks.server"), "rows": rows}
     if options.json:
         tables.write(options.json, results)

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.http_client import Address
 
@@ -22,16 +23,17 @@ class ServerProcess:
     Args:
         flags: of ``python -m jdllm.serve``.
         log: told a few lines of what it does.
+        environment: beside that of this process.
 
     Attributes:
         address: where it listens.
         lines: its standard error so far.
     """
 
-    def __init__(self, *flags: str, log: Callable[[str], None]):
+    def __init__(self, *flags: str, log: Callable[[str], None], environment: Mapping[str, str] = MappingProxyType({})):
         self.lines: list[str] = []
         command = [sys.executable, "-m", "jdllm.serve", "--host", "127.0.0.1", "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
         self._log = log
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +52,7 @@ def test_ratios_are_within_rounds():
     assert (rows[0]["requests_per_second"], rows[0]["tokens_per_second"], rows[0]["ms_per_step"]) == (10, 20, 200)
     head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e"}
     shown = server.table({**head, "rows": json.loads(json.dumps(rows))})
-    assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached by the tiny model" in shown
+    assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached (tiny, 20 requests a run)" in shown
 
 
 def test_answers_come_in_the_order_of_the_requests(monkeypatch):
@@ -84,3 +87,16 @@ def test_a_server_that_does_not_start_tells_why():
 
 def test_a_process_is_read_from_outside():
     assert cpu_seconds(os.getpid()) > 0 and resident_bytes(os.getpid()) > 1 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_alone_xla_computes_on_one_processor():
+    count = """
+import glob, jax
+jax.jit(lambda x: x @ x)(jax.numpy.ones((8, 8))).block_until_ready()
+names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+print(names.count("tf_XLAEigen"))
+"""
+    environment = {**os.environ, **server.ALONE, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
