@@ -242,20 +242,20 @@ class EngineLoop:
             # Rows that have ended leave before the next call, so that others have their slots in it. What the report
             # says is read while the device works, unless the policy steers by it, or the slot holds more of it.
             ended, later = [], []
-            for row in rows:
-                job = self._running.get(row.slot)
-                if job is None or job.cancelled or row.handle != job:
-                    continue
-                if self._policy.steers or (job.decode.alternatives and not row.live):
-                    self._read(engine, row, job)
-                elif row.live:
-                    later.append((row, job))
-                else:
-                    self._release(engine, row.slot, job)
-                    ended.append((row, job))
-            if not (self._running or ended):
-                self._post_news()
             try:
+                for row in rows:
+                    job = self._running.get(row.slot)
+                    if job is None or job.cancelled or row.handle != job:
+                        continue
+                    if self._policy.steers or (job.decode.alternatives and not row.live):
+                        self._read(engine, row, job)
+                    elif row.live:
+                        later.append((row, job))
+                    else:
+                        ended.append((row, job))
+                        self._release(engine, row.slot, job)
+                if not (self._running or ended):
+                    self._post_news()
                 going = self._step(engine, reported)
             finally:  # whatever fails, these answers are complete
                 for row, job in ended:
@@ -406,11 +406,11 @@ class EngineLoop:
 
     def _read(self, engine: "Engine", row: "Row", job: Job) -> None:
         """Take over what a report says of one row, and end its job if that is over."""
-        leaving = job in self._leaving
-        if job.cancelled and leaving:
-            self._leaving.remove(job)
+        leaving, cancelled = job in self._leaving, job.cancelled  # others may set this any time
+        if cancelled and leaving:
             self._metrics.cancelled.inc()
-        if job.cancelled or not (leaving or self._running.get(row.slot) is job):
+            self._leaving.remove(job)
+        if cancelled or not (leaving or self._running.get(row.slot) is job):
             return
         assert self.model is not None
         read_before = job.read

@@ -67,6 +67,29 @@ def test_a_complete_answer_survives_a_fault_of_the_policy(serve, kit):
     assert server.engine.resets == 1 and reconciles(server)
 
 
+def test_a_complete_answer_survives_a_fault_while_another_leaves(serve, kit):
+    server = serve(kit.says("x", end=False), rows=2)
+    alternatives, told = server.engine.alternatives, []
+
+    def fail_at_the_end(slot: int):
+        if server.loop._leaving and not told:
+            told.append(slot)
+            raise RuntimeError("injected")
+        return alternatives(slot)
+
+    server.engine.alternatives = fail_at_the_end
+    both_queued, insert = threading.Event(), server.engine.insert
+    server.engine.insert = lambda *args: (both_queued.wait(30), insert(*args))
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(server.complete, "a", max_tokens=5)
+        kit.until(lambda: server.loop._running)
+        asks = pool.submit(server.complete, "b", max_tokens=4, logprobs=2)  # a step later, so that both end together
+        kit.until(lambda: server.loop._waiting)
+        both_queued.set()
+        assert plain.result().json()["choices"][0]["text"] == "xxxxx" and asks.result().status_code == 500
+    assert told == [1] and server.loop.idle and reconciles(server)
+
+
 def test_who_is_aborted_between_its_end_and_its_last_words_is_cancelled(serve, kit):
     class Aborting(Slot):
         def decide(self, view, now):
