@@ -7,7 +7,7 @@ that rows that refresh in every pass, or ever new ones, keep nobody waiting for 
 
 Where a row comes to its refresh with probability p in each step, and a decoding step costs a_d, the best share is the
 root of theta/(1 - theta) + ln(1 - theta) = p a_p / a_d (``best_share``), the limit for many rows of a rule that counts
-rows (``best_count``). EB+ leaves phases mixed where that is cheaper (``gain``).
+rows. EB+ leaves phases mixed where that is cheaper (``gain``).
 """
 
 import math
@@ -146,22 +146,3 @@ def best_share(cost: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if middle / (1 - middle) + math.log1p(-middle) < cost else (low, middle)
     return (low + high) / 2
-
-
-def best_count(rows: int, p: float, refresh: float, step: float, per_row: float = 0.0) -> int:
-    """How many of ``rows`` rows should gather: the least k with k tau(N - k) - sum of tau(j), j = N - k + 1..N, at
-    least a_p, where tau(j) = (a_d + b_d j) / (1 - (1 - p)^j) is the time until one of j rows comes to its refresh.
-    All, if none does.
-
-    Args:
-        p: probability of a row to come to its refresh in a step.
-        refresh: a_p, seconds that a step of refreshes costs beside its positions.
-        step, per_row: a_d and b_d, seconds of a decoding step.
-    """
-    until = lambda j: (step + per_row * j) / (1 - (1 - p) ** j)
-    spent = 0.0
-    for k in range(1, rows):
-        spent += until(rows - k + 1)
-        if k * until(rows - k) - spent >= refresh:
-            return k
-    return rows

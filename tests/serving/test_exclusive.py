@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.serving.schedulers.exclusive import Exclusive, best_count, best_share, gain
+from jdllm.serving.schedulers.exclusive import Exclusive, best_share, gain
 from jdllm.serving.schedulers.view import Pass, Running, View, Waiting
 
 
@@ -68,6 +68,25 @@ def test_the_best_share():
         assert theta / (1 - theta) + math.log(1 - theta) == pytest.approx(cost, rel=1e-6)
     with pytest.raises(ValueError, match="cost"):
         best_share(-1)
+
+
+def best_count(rows: int, p: float, refresh: float, step: float, per_row: float = 0.0) -> int:
+    """The paper: how many of ``rows`` rows should gather: the least k with k tau(N - k) - sum of tau(j),
+    j = N - k + 1..N, at least a_p, where tau(j) = (a_d + b_d j) / (1 - (1 - p)^j) is the time until one of j rows comes
+    to its refresh. All, if none does.
+
+    Args:
+        p: probability of a row to come to its refresh in a step.
+        refresh: a_p, seconds that a step of refreshes costs beside its positions.
+        step, per_row: a_d and b_d, seconds of a decoding step.
+    """
+    until = lambda j: (step + per_row * j) / (1 - (1 - p) ** j)
+    spent = 0.0
+    for k in range(1, rows):
+        spent += until(rows - k + 1)
+        if k * until(rows - k) - spent >= refresh:
+            return k
+    return rows
 
 
 @pytest.mark.parametrize("cost", [0.2, 1.0, 3.0])
