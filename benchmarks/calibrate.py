@@ -21,7 +21,7 @@ WARM = 64
 """Requests of the run before the one that counts."""
 
 ENOUGH = 5
-"""Calls of a size whose average counts, and of a window whose pace does."""
+"""Calls of a size whose average counts."""
 
 
 def calibrate(asked: Sequence[Request], works: Sequence[Work], log: Callable[[str], None]) -> Machine:
@@ -40,7 +40,7 @@ def like(run: Run) -> Machine:
 
 
 def at_its_pace(run: Run) -> Machine:
-    """The same, and where that was slower or quicker than on average for some seconds, so is this one: a scheduler
+    """The same, and where that was slower or quicker than on average for half a second, so is this one: a scheduler
     answers for its queue, not for other work on its processors."""
     machine, ends, paces = like(run), [], []
     for window in run.windows:
@@ -48,7 +48,7 @@ def at_its_pace(run: Run) -> Machine:
         expected = window.gaps * machine.gap
         expected += sum(size.calls * machine.seconds(size.rows, size.packed) for size in window.sizes)
         ends.append(window.until)
-        paces.append(took / expected if sum(size.calls for size in window.sizes) >= ENOUGH else 1.0)
+        paces.append(took / expected if expected else 1.0)
     pace = lambda now: paces[place] if (place := bisect.bisect_left(ends, now)) < len(ends) else 1.0
     return dataclasses.replace(machine, pace=pace)
 

@@ -16,7 +16,7 @@ from benchmarks.server_process import ServerProcess, get, metrics
 from benchmarks.soak_requests import CHAT
 from benchmarks.workload import LENGTH, ROWS, Request
 
-LOOK = 2.0
+LOOK = 0.5
 """Seconds between two looks at the server's metrics in a run."""
 
 
