@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jdllm.serving")
 
+UNREAD_SECONDS = 60.0
+"""After these the kernel gives up a connection whose peer takes nothing of what was sent. Without it the socket of a
+stream that was ended because nobody reads it (ServerConfig.patience) stays until its peer leaves."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run until told to stop; the exit code."""
@@ -110,13 +114,15 @@ def _preflight(args: argparse.Namespace) -> tuple[Path, str | None, socket.socke
     return folder, template, None if args.warm_only else _listen(args)
 
 
-def _listen(args: argparse.Namespace) -> socket.socket:
+def _listen(args: argparse.Namespace, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
         # Accepted connections inherit it. (asyncio sets it only on sockets made with a protocol number.) Without it an
         # answer on a connection that is kept alive waits 40 ms for the client to acknowledge the last.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * unread_seconds))
     except OSError as error:
         raise UsageError(
             f"--host {args.host} --port {args.port}: cannot listen there: {error.strerror or error}"
