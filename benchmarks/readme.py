@@ -48,7 +48,6 @@ DOCUMENTS: dict[Path, Tables] = {
         "costs": costs.table,
         "policies": policies_report.table,
         "agree": policies_report.table,
-        "agree_per_request": policies_report.table,
         "block": policies_report.table,
         "burst": policies_report.table,
         "capacity": policies_report.table,
