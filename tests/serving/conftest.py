@@ -244,6 +244,12 @@ class Running:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(v) for k, v in (x.rsplit(" ", 1) for x in lines if x[0] != "#") if k.split("{")[0] == name)
 
+    def reconciles(self) -> bool:
+        """Every request that was taken is somewhere."""
+        get = lambda name: self.metric(f"jdllm_requests_{name}")
+        ended = get("finished_total") + get("cancelled_total") + get("failed_total")
+        return get("admitted_total") == ended + get("running") + get("waiting")
+
 
 def until(true: Callable[[], object], seconds: float = 10.0) -> None:
     """Wait for something to become true."""

@@ -23,12 +23,6 @@ def after_each_other(server, kit, *prompts: str, **settings):
         return [reply.result() for reply in replies]
 
 
-def reconciles(server) -> bool:
-    get = lambda name: server.metric(f"jdllm_requests_{name}")
-    ended = get("finished_total") + get("cancelled_total") + get("failed_total")
-    return get("admitted_total") == ended + get("running") + get("waiting")
-
-
 def test_the_next_call_starts_before_an_answer_is_read(serve, kit):
     server, read_at = serve(kit.says("x", end=False), rows=1), []
     finish = server.loop._finish
@@ -49,7 +43,7 @@ def test_a_complete_answer_survives_a_fault_in_the_next_call(serve, kit):
     replies = after_each_other(server, kit, "a", "b", "c", max_tokens=5)
     texts = sorted(r.json()["choices"][0]["text"] for r in replies if r.status_code == 200)
     assert texts == ["xxxxx"] * 2 and sorted(r.status_code for r in replies) == [200, 200, 500]
-    assert server.engine.resets == 1 and server.loop.idle and reconciles(server)
+    assert server.engine.resets == 1 and server.loop.idle and server.reconciles()
 
 
 def test_a_complete_answer_survives_a_fault_of_the_policy(serve, kit):
@@ -64,7 +58,7 @@ def test_a_complete_answer_survives_a_fault_of_the_policy(serve, kit):
 
     server = serve(kit.says("x", end=False), rows=1, policy=Once())
     assert [r.status_code for r in after_each_other(server, kit, "a", "b", max_tokens=5)] == [200, 200]
-    assert server.engine.resets == 1 and reconciles(server)
+    assert server.engine.resets == 1 and server.reconciles()
 
 
 def test_a_complete_answer_survives_a_fault_while_another_leaves(serve, kit):
@@ -87,7 +81,7 @@ def test_a_complete_answer_survives_a_fault_while_another_leaves(serve, kit):
         kit.until(lambda: server.loop._waiting)
         both_queued.set()
         assert plain.result().json()["choices"][0]["text"] == "xxxxx" and asks.result().status_code == 500
-    assert told == [1] and server.loop.idle and reconciles(server)
+    assert told == [1] and server.loop.idle and server.reconciles()
 
 
 def test_who_is_aborted_between_its_end_and_its_last_words_is_cancelled(serve, kit):
@@ -100,7 +94,7 @@ def test_who_is_aborted_between_its_end_and_its_last_words_is_cancelled(serve, k
     replies = after_each_other(server, kit, "a", "b", max_tokens=5)
     assert sorted(r.status_code for r in replies) == [200, 499]
     kit.until(lambda: server.loop.idle)
-    assert server.metric("jdllm_requests_cancelled_total") == 1 and reconciles(server)
+    assert server.metric("jdllm_requests_cancelled_total") == 1 and server.reconciles()
 
 
 def test_a_complete_answer_is_told_also_when_the_server_stops(serve, kit):

@@ -128,13 +128,7 @@ def test_mass_cancel(serve, kit):  # C7, C11
 
     asyncio.run(rush())
     kit.until(lambda: quiet(server))
-    assert reconciles(server)
-
-
-def reconciles(server) -> bool:
-    get = lambda name: server.metric(f"jdllm_requests_{name}")
-    ended = get("finished_total") + get("cancelled_total") + get("failed_total")
-    return get("admitted_total") == ended + get("running") + get("waiting")
+    assert server.reconciles()
 
 
 def test_counters_equal_usage(serve, kit):
@@ -143,7 +137,7 @@ def test_counters_equal_usage(serve, kit):
     server.events("/v1/completions", prompt="hello", max_tokens=3)
     assert server.metric("jdllm_generation_tokens_total") == sum(u["completion_tokens"] for u in replies) + 3
     assert server.metric("jdllm_prompt_tokens_total") == sum(u["prompt_tokens"] for u in replies) + 5
-    assert reconciles(server) and server.metric("jdllm_recompiles_after_ready_total") == 0
+    assert server.reconciles() and server.metric("jdllm_recompiles_after_ready_total") == 0
 
 
 def test_finished_requests_leave_nothing(serve, kit):  # C5
@@ -203,7 +197,7 @@ def test_fault_in_a_step(serve, kit):  # I8
     assert codes == [200, 500, 500]  # the third waited, and its turn came
     assert next(r for r in replies if r.status_code == 500).json()["error"]["type"] == "server_error"
     assert server.engine.resets == 1 and server.complete("b", max_tokens=3).status_code == 200
-    assert reconciles(server) and server.metric("jdllm_requests_failed_total") == 2
+    assert server.reconciles() and server.metric("jdllm_requests_failed_total") == 2
 
 
 def test_fault_in_a_stream(serve, kit):
@@ -240,7 +234,7 @@ def test_a_row_that_failed_is_an_error_of_its_request_alone(serve, kit):
     error = bad.json()["error"]
     assert bad.status_code == 500 and error["type"] == "server_error" and "non-finite" in error["message"]
     assert server.engine.resets == 0 and not server.engine.rows and server.loop.idle
-    assert server.metric("jdllm_requests_failed_total") == 1 and reconciles(server)
+    assert server.metric("jdllm_requests_failed_total") == 1 and server.reconciles()
     assert server.http.get("/ready").status_code == 200
 
 
@@ -254,14 +248,14 @@ def test_a_row_that_failed_ends_its_stream_with_an_error(serve, kit):
             lines = [line for line in response.iter_lines() if line.startswith("data:")]
         assert "non-finite" in json.loads(lines[-1][6:])["error"]["message"]
     assert server.complete("good", max_tokens=4).json()["choices"][0]["text"] == "xxxx"  # in the slot they had
-    assert server.metric("jdllm_requests_failed_total") == 2 and reconciles(server)
+    assert server.metric("jdllm_requests_failed_total") == 2 and server.reconciles()
 
 
 def test_a_failed_choice_takes_its_call_with_it(serve, kit):
     server = serve(fails_for(b"bad", kit), rows=1)
     assert server.complete(["good", "bad", "good"], max_tokens=8).status_code == 500
     kit.until(lambda: quiet(server))
-    assert server.metric("jdllm_requests_failed_total") == 1 and reconciles(server)
+    assert server.metric("jdllm_requests_failed_total") == 1 and server.reconciles()
 
 
 def test_idle_waits_for_a_job_on_its_way_to_a_slot(serve, kit):
@@ -330,7 +324,7 @@ def test_who_left_is_counted_also_where_the_next_decision_fails(serve, kit):
         assert reply.result().status_code == 499
     kit.until(failed.is_set)
     kit.until(lambda: server.loop.state == "ready" and server.loop.idle)
-    assert server.metric("jdllm_requests_cancelled_total") == 1 and reconciles(server)
+    assert server.metric("jdllm_requests_cancelled_total") == 1 and server.reconciles()
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(serve, kit):
