@@ -102,7 +102,6 @@ def test_a_complete_answer_is_told_also_when_the_server_stops(serve, kit):
     evict = server.engine.evict
 
     def stop_then_evict(slot: int) -> None:
-        assert not server.loop.idle  # its answer is still to be read
         server.loop._stopping = True
         stopped.set()
         evict(slot)
@@ -110,6 +109,15 @@ def test_a_complete_answer_is_told_also_when_the_server_stops(serve, kit):
     server.engine.evict = stop_then_evict
     replies = after_each_other(server, kit, "a", "b", max_tokens=5)
     assert stopped.is_set() and sorted(r.status_code for r in replies) == [200, 503]
+
+
+def test_a_server_whose_last_answer_is_not_read_yet_is_not_idle(serve, kit):
+    server, idle = serve(kit.says("x", end=False), rows=1), []
+    evict = server.engine.evict
+    server.engine.evict = lambda slot: (idle.append(server.loop.idle), evict(slot))
+    assert server.complete("a", max_tokens=5).status_code == 200
+    kit.until(lambda: server.loop.idle)
+    assert idle == [False]
 
 
 def test_alternatives_are_read_while_the_slot_still_has_them(serve, kit):
