@@ -72,15 +72,12 @@ class Connection:
             HungUpError: nothing came.
         """
         try:
-            first = await self._reader.readline()
-            status = int(first.split()[1])
-            self.headers = {}
-            while line := (await self._reader.readline()).strip():
-                name, _, value = line.decode("latin-1").partition(":")
-                self.headers[name.lower()] = value.strip()
-        except (OSError, IndexError) as error:
+            first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")[:-2]
+        except (OSError, EOFError) as error:
             raise HungUpError("before the head of the answer") from error
-        return status
+        fields = (line.partition(":") for line in lines)
+        self.headers = {name.lower(): value.strip() for name, _, value in fields}
+        return int(first.split()[1])
 
     async def pieces(self, most: int = 1 << 16, pause: float = 0.0) -> AsyncIterator[bytes]:
         """The body as it comes, at most ``most`` bytes at once and ``pause`` seconds after each.

@@ -4,12 +4,12 @@ Held-out messages go through sixteen slots in the engine alone (benchmarks.bare_
 with plain answers, and over HTTP streamed: of the shipped model; of the same computed by one processor, which leaves
 the others to Python, as an accelerator does; and of a model that is ten times as large (random weights,
 benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it. Over HTTP a client,
-this process, keeps as many connections busy as there are slots and as many again; what it takes of the processors is
-missing in the server, and is not corrected for. The three take turns; a ratio is the median of those within rounds.
+this process, keeps as many connections busy as there are slots and as many again (benchmarks.light_client); the little
+that it takes of the processors is missing in the server, and is not corrected for. The three take turns; a ratio is the
+median of those within rounds.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -23,9 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import random_checkpoint, server_process, tables
+from benchmarks import light_client, random_checkpoint, server_process, tables
 from benchmarks.bare_engine import LENGTH, bodies
-from benchmarks.http_client import Address, Connection
+from benchmarks.light_client import LightClient, RefusedError
 from benchmarks.machine import provenance
 from benchmarks.server_process import ServerProcess, cpu_seconds, get
 from benchmarks.soak_clients import Answer, collect, plain
@@ -41,10 +41,6 @@ SETTLE_SECONDS = 0.1
 """Pause before a run: the other process's idle threads spin for some milliseconds before they sleep."""
 
 ENGINE, PLAIN, STREAMED = "engine alone", "server, plain", "server, streamed"
-
-
-class RefusedError(Exception):
-    """The server did not answer a request; the text is what it said."""
 
 
 class BareEngine:
@@ -84,15 +80,16 @@ class Http:
 
     def run(self) -> dict[str, Any]:
         pid, steps = self._server.pid, self._steps()
-        served, client, begin = cpu_seconds(pid), time.process_time(), time.perf_counter()
-        raw = asyncio.run(post_all(self._server.address, self._bodies))
-        told = {
-            "seconds": time.perf_counter() - begin,
-            "client_cpu_seconds": time.process_time() - client,
-            "cpu_seconds": cpu_seconds(pid) - served,
-            "steps": self._steps() - steps,
-        }
-        answers = [self._answer(data) for data in raw]
+        with contextlib.closing(LightClient(self._server.address, CONNECTIONS)) as posts:
+            served, client, begin = cpu_seconds(pid), time.process_time(), time.perf_counter()
+            raw = posts.post_all(CHAT, self._bodies)
+            told = {
+                "seconds": time.perf_counter() - begin,
+                "client_cpu_seconds": time.process_time() - client,
+                "cpu_seconds": cpu_seconds(pid) - served,
+            }
+        told["steps"] = self._steps() - steps
+        answers = [self._answer(light_client.body(data)) for data in raw]
         tokens = sum(answer.completion_tokens for answer in answers)
         return {**told, "tokens": tokens, "texts": [answer.choices[0].text for answer in answers]}
 
@@ -108,28 +105,6 @@ class Http:
     def _steps(self) -> int:
         page = get(self._server.address, "/metrics")[1].decode()
         return int(server_process.metrics(page)["jdllm_steps_total"])
-
-
-async def post_all(address: Address, data: Sequence[bytes]) -> list[bytes]:
-    """The answers to these bodies, in their order; ``CONNECTIONS`` are asked at once and kept alive.
-
-    Raises:
-        RefusedError: one is refused.
-    """
-    answers = [b""] * len(data)
-    waiting = iter(enumerate(data))
-
-    async def work() -> None:
-        with contextlib.closing(await Connection.open(address)) as connection:
-            for i, body in waiting:
-                await connection.send("POST", CHAT, body)
-                status = await connection.status()
-                answers[i] = await connection.body()
-                if status != 200:
-                    raise RefusedError(answers[i].decode())
-
-    await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
-    return answers
 
 
 def take_turns(runs: dict[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -243,7 +218,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
-    parser.add_argument("--n", type=int, default=200, help="held-out messages; of the larger model an eighth")
+    parser.add_argument("--n", type=int, default=400, help="held-out messages; of the larger model a sixteenth")
     parser.add_argument("--rounds", type=int, default=21, help="of the larger model a seventh")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(arguments)
@@ -252,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         larger = random_checkpoint.write(Path(folder), random_checkpoint.LARGER)
         size = f"{random_checkpoint.parameters(random_checkpoint.LARGER) / 1e6:.0f} M, random"
-        rows += measure(size, max(1, options.n // 8), max(1, options.rounds // 7), str(larger))
+        rows += measure(size, max(1, options.n // 16), max(1, options.rounds // 7), str(larger))
     results = {**provenance("benchmarks.server"), "rows": rows}
     if options.json:
         tables.write(options.json, results)

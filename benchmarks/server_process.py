@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,21 +27,24 @@ class ServerProcess:
 
     Attributes:
         address: where it listens.
-        lines: its standard error so far.
     """
 
     def __init__(self, *flags: str, log: Callable[[str], None], environment: Mapping[str, str] = MappingProxyType({})):
-        self.lines: list[str] = []
+        # A file: whoever read a pipe would be woken for every line, and takes the server's processors.
+        self._errors = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 (it lasts as long as this object)
         command = [sys.executable, "-m", "jdllm.serve", "--host", "127.0.0.1", "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        self.process = subprocess.Popen(command, stderr=self._errors, env={**os.environ, **environment})
         self._log = log
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self.address: Address = ("127.0.0.1", int(self._wait_for(r"listening at \S+:(\d+);", 60)))
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def errors(self) -> str:
+        """Its standard error so far."""
+        return Path(self._errors.name).read_text()
 
     def wait_ready(self, seconds: float = 900) -> None:
         """Return once /ready says yes.
@@ -64,17 +67,11 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
-        self._reader.join(5)
         return code
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
 
     def _wait_for(self, pattern: str, seconds: float) -> str:
         until = time.monotonic() + seconds
-        while not (found := re.search(pattern, "".join(self.lines))):
+        while not (found := re.search(pattern, self.errors)):
             self._check(until)
             time.sleep(0.02)
         return found[1]
@@ -82,7 +79,7 @@ class ServerProcess:
     def _check(self, until: float) -> None:
         if self.process.poll() is not None or time.monotonic() > until:
             self.process.kill()
-            raise SystemExit("the server did not start:\n" + "".join(self.lines))
+            raise SystemExit("the server did not start:\n" + self.errors)
 
 
 def get(address: Address, path: str, timeout: float = 30.0) -> tuple[int, bytes]:

@@ -234,7 +234,7 @@ def table(results: dict[str, Any]) -> str:
 def server_checks(server: ServerProcess) -> list[Check]:
     """End the server; what must hold then."""
     code = server.stop()
-    found = exceptions(server.lines)
+    found = exceptions(server.errors.splitlines())
     text = f"{len(found)}: {', '.join(sorted(set(found)))}" if found else "0"
     return [
         Check("exit code after SIGTERM", str(code), "0", code == 0),
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         server.stop(5)
         if options.log:
-            options.log.write_text("".join(server.lines))
+            options.log.write_text(server.errors)
     results = {**provenance("benchmarks.soak"), "rows": options.rows, "seed": options.seed, **summary(run)}
     results["checks"] += [dataclasses.asdict(check) for check in ended]
     if options.json:

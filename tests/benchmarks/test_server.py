@@ -1,7 +1,5 @@
 """The server benchmark: what is compared and shown, never how fast it was."""
 
-import asyncio
-import contextlib
 import json
 import os
 import subprocess
@@ -53,31 +51,6 @@ def test_ratios_are_within_rounds():
     head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e"}
     shown = server.table({**head, "rows": json.loads(json.dumps(rows))})
     assert "| server, plain " in shown and "80.0 %" in shown and "95 %: not reached (tiny, 20 requests a run)" in shown
-
-
-def test_answers_come_in_the_order_of_the_requests(monkeypatch):
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
-
-    async def both() -> list[bytes]:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
-                while True:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-                    body = await reader.readexactly(length)
-                    await asyncio.sleep(0.01 if body == b"1" else 0)
-                    status = b"400 Bad" if body == b"bad" else b"200 OK"
-                    writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
-
-        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-        address = listener.sockets[0].getsockname()
-        answers = await server.post_all(address, [b"%d" % i for i in range(8)])
-        with pytest.raises(server.RefusedError, match="bad"):
-            await server.post_all(address, [b"bad"])
-        listener.close()
-        return answers
-
-    assert asyncio.run(both()) == [b"%d" % i for i in range(8)]
 
 
 def test_a_server_that_does_not_start_tells_why():

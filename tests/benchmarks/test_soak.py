@@ -268,7 +268,7 @@ def test_a_planted_fault_is_noticed(changes, name):
 
 def test_the_exit_code_is_that_of_the_checks(monkeypatch, tmp_path, capsys):
     class Fake:
-        address, pid, lines = ("127.0.0.1", 1), 1, ("Traceback (most recent call last):\n", "  x\n", "a.BError: c\n")
+        address, pid, errors = ("127.0.0.1", 1), 1, "Traceback (most recent call last):\n  x\na.BError: c\n"
 
         def __init__(self, *flags, log): ...
 
@@ -288,7 +288,7 @@ def test_the_exit_code_is_that_of_the_checks(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr()
     assert "failed: exceptions in the server's log" in shown.err and "| 1: a.BError" in shown.out
     assert {"commit", "command", "machine", "checks"} <= json.loads(file.read_text()).keys()
-    monkeypatch.setattr(Fake, "lines", ())
+    monkeypatch.setattr(Fake, "errors", "")
     assert soak.main(["--minutes", "0.1"]) == 0
 
 
