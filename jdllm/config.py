@@ -123,7 +123,6 @@ class DecodeConfig:
     alternatives: int = 0
 
     def __post_init__(self) -> None:
-        check = _check_field
         for name, known in (
             ("confidence", CONFIDENCES),
             ("cache", CACHES),
@@ -131,8 +130,8 @@ class DecodeConfig:
             ("alg", ALGS),
         ):
             value = getattr(self, name)
-            optional = name in _OPTIONAL and value is None
-            check(optional or value in known, name, f"{value!r} is not known; use one of {', '.join(known)}")
+            if not (value in known or (value is None and name in _OPTIONAL)):
+                raise RequestError(name, f"{value!r} is not known; use one of {', '.join(known)}")
         for name, low, high in (
             ("max_tokens", 0, 1 << 20),
             ("min_tokens", 0, 1 << 20),
@@ -144,8 +143,8 @@ class DecodeConfig:
         ):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-            optional = name in _OPTIONAL and value is None
-            check(optional or whole, name, f"{value!r} must be a whole number from {low} to {high}")
+            if not (whole or (value is None and name in _OPTIONAL)):
+                raise RequestError(name, f"{value!r} must be a whole number from {low} to {high}")
         for name, low_f, high_f in (
             ("block_add_threshold", 0.0, 1.0),
             ("decoded_token_threshold", 0.0, 1.0),
@@ -160,17 +159,20 @@ class DecodeConfig:
         ):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-            optional = name in _OPTIONAL and value is None
-            within = optional or (number and low_f <= value <= high_f)
-            check(within, name, f"{value!r} must be a number from {low_f} to {high_f}")
+            within = number and low_f <= value <= high_f
+            if not (within or (value is None and name in _OPTIONAL)):
+                raise RequestError(name, f"{value!r} must be a number from {low_f} to {high_f}")
         for name in ("logits_eos_inf", "confidence_eos_eot_inf", "early_stop", "infill"):
             value = getattr(self, name)
-            check(isinstance(value, bool), name, f"{value!r} must be true or false")
+            if not isinstance(value, bool):
+                raise RequestError(name, f"{value!r} must be true or false")
         for name in ("top_p", "factor", "eps"):
-            check(getattr(self, name) != 0, name, "must be above 0")
+            if getattr(self, name) == 0:
+                raise RequestError(name, "must be above 0")
         if self.stop_ids is not None:
             ok = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_ids)
-            check(ok and len(self.stop_ids) <= MAX_STOP_IDS, "stop_ids", f"at most {MAX_STOP_IDS} token ids")
+            if not ok or len(self.stop_ids) > MAX_STOP_IDS:
+                raise RequestError("stop_ids", f"at most {MAX_STOP_IDS} token ids")
 
 
 MAX_LENGTH = 1 << 15
@@ -202,11 +204,6 @@ class EngineConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
         if self.max_length > MAX_LENGTH:
             raise ValueError(f"max_length: {self.max_length} must be at most {MAX_LENGTH}")
-
-
-def _check_field(ok: bool, field: str, message: str) -> None:
-    if not ok:
-        raise RequestError(field, message)
 
 
 def need(threshold: float, block_size: int) -> int:

@@ -201,7 +201,7 @@ def check_prompt(ids: Any, model: ModelConfig, field: str) -> list[int]:
     Raises:
         RequestError: they are not, or there is none.
     """
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not isinstance(ids, list) or {*map(type, ids)} - {int}:  # a bool is none
         raise RequestError(field, "must be a list of token ids")
     if not ids:
         raise RequestError(field, "is empty: there must be at least one token")

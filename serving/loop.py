@@ -136,6 +136,9 @@ class EngineLoop:
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Forget these jobs: those in the queue never start, those in a slot leave before the next step."""
+        jobs = [job for job in jobs if not job.finish_reason]
+        if not jobs:  # the end of nearly every call, which need not wake anybody
+            return
         with self._changed:
             for job in jobs:
                 if job.cancelled or job.finish_reason:
