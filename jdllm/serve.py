@@ -164,6 +164,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     import uvicorn
 
     from jdllm.serving.api import ServerConfig, create_app
+    from jdllm.serving.gathered import GatheringProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -204,7 +205,9 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
         args.scheduler,
     )
     engine: EngineLoop = app.state.engine_loop
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    server = Server(
+        uvicorn.Config(app, http=GatheringProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    )
     stop = asyncio.Event()
 
     def on_signal() -> None:

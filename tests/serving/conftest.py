@@ -19,6 +19,7 @@ from jdllm.costs import CostTable
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Counters, Pass, Row, Timing
 from jdllm.serving.api import ServerConfig, create_app
+from jdllm.serving.gathered import GatheringProtocol
 from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import Tokenizer
 
@@ -204,7 +205,8 @@ class Running:
 
         self.app = create_app(ServerConfig(**{"names": ("tiny", "org/alias"), **settings}), open_model, policy=policy)
         self.loop = self.app.state.engine_loop
-        config = uvicorn.Config(self.app, port=0, log_config=None, timeout_graceful_shutdown=2)
+        quiet = {"log_config": None, "timeout_graceful_shutdown": 2}
+        config = uvicorn.Config(self.app, http=GatheringProtocol, port=0, **quiet)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
 
