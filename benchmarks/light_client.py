@@ -61,7 +61,9 @@ class LightClient:
                 for key, _ in ready.select():
                     if key.data.read():
                         answers[key.data.index] = key.data.answer
-                        busy -= not self._send(key.data, waiting)
+                        if not self._send(key.data, waiting):  # idle from now on, and the server may hang up
+                            ready.unregister(key.fileobj)
+                            busy -= 1
         return answers
 
     def close(self) -> None:

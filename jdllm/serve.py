@@ -25,6 +25,9 @@ from jdllm.serving import logs
 from jdllm.serving.schedulers import POLICIES, Policy, parse
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
     from jdllm.serving.api import ServerConfig
     from jdllm.serving.loop import EngineLoop
     from jdllm.serving.model import ServedModel
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     log.info("environment: %s", " ".join(f"{name}={value}" for name, value in settings.items()))
     if listener is None:
         return _warm(args, folder, template)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=event_loops()) as runner:
         code = runner.run(_serve(args, folder, template, listener))
     # A thread inside the compiler cannot be joined, and must not be there when the interpreter is taken down.
     sys.stdout.flush()
@@ -164,7 +167,6 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     import uvicorn
 
     from jdllm.serving.api import ServerConfig, create_app
-    from jdllm.serving.gathered import GatheringProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -205,9 +207,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
         args.scheduler,
     )
     engine: EngineLoop = app.state.engine_loop
-    server = Server(
-        uvicorn.Config(app, http=GatheringProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-    )
+    server = Server(http_config(app, grace=5))
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -246,7 +246,18 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     return 1 if failed.is_set() else 0
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def http_config(app: "FastAPI", grace: int) -> "uvicorn.Config":
+    """How HTTP is spoken. ``grace``: seconds that open connections have at the end."""
+    import uvicorn
+
+    from jdllm.serving.gathered import GatheringProtocol
+
+    return uvicorn.Config(
+        app, http=GatheringProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=grace
+    )
+
+
+def event_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's, where it exists (not on Windows); it takes less of the time that the model needs."""
     try:
         import uvloop

@@ -2,6 +2,7 @@
 events of a stream. Every write wakes its reader, and costs as much as writing the JSON."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,20 +25,25 @@ class GatheredTransport:
     def write(self, data: bytes) -> None:
         """Hold it back until the turn ends."""
         if not self._held:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._held.append(data)
         self._size += len(data)
         if self._size > MOST:
-            self._flush()
+            self.flush()
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        """Hold these back as one."""
+        self.write(b"".join(lines))
 
     def close(self) -> None:
         """Close once everything is written."""
-        self._flush()
+        self.flush()
         self._below.close()
 
-    def _flush(self) -> None:
-        if self._held:
-            data, self._held, self._size = b"".join(self._held), [], 0
+    def flush(self) -> None:
+        """Write what is held; where nobody is left to read it, drop it."""
+        data, self._held, self._size = b"".join(self._held), [], 0
+        if data and not self._below.is_closing():
             self._below.write(data)
 
 
@@ -46,4 +52,11 @@ class GatheringProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """uvicorn's, which keeps the transport."""
-        super().connection_made(cast(asyncio.Transport, GatheredTransport(transport, self.loop)))
+        self._gathered = GatheredTransport(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._gathered))
+
+    def eof_received(self) -> None:
+        """The client sends nothing more, and the event loop closes the transport below after this. A client that has
+        only closed its own side still reads."""
+        self._gathered.flush()
+        super().eof_received()

@@ -33,7 +33,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
                 writer.write(answer[at : min(at + 7, cut)] if data.startswith(b"slowly") else answer[:cut])
                 await writer.drain()
                 await asyncio.sleep(0.001)
-            if cut < len(answer):
+            if cut < len(answer) or data.startswith(b"bye"):
                 return
 
 
@@ -56,7 +56,7 @@ def address() -> Iterator[Address]:
     thread.join(10)
 
 
-KINDS = (b"late", b"plain", b"chunked", b"slowly", b"chunked 0\r\n\r\n inside", b"")
+KINDS = (b"late", b"plain", b"chunked", b"slowly", b"")
 
 
 @pytest.mark.parametrize("connections", [1, 3, 40])
@@ -65,6 +65,11 @@ def test_answers_come_whole_and_in_the_order_of_the_requests(address, connection
     with contextlib.closing(LightClient(address, connections)) as client:
         assert [body(answer) for answer in client.post_all("/path", sent)] == sent
         assert client.post_all("/path", []) == []
+
+
+def test_the_server_may_hang_up_on_a_connection_that_has_no_more_to_do(address):
+    with contextlib.closing(LightClient(address, 2)) as client:
+        assert [body(answer) for answer in client.post_all("/path", [b"bye", b"late"])] == [b"bye", b"late"]
 
 
 def test_what_is_refused_is_told(address):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.costs import CostTable
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Counters, Pass, Row, Timing
+from jdllm.serve import event_loops, http_config
 from jdllm.serving.api import ServerConfig, create_app
-from jdllm.serving.gathered import GatheringProtocol
 from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import Tokenizer
 
@@ -205,16 +206,18 @@ class Running:
 
         self.app = create_app(ServerConfig(**{"names": ("tiny", "org/alias"), **settings}), open_model, policy=policy)
         self.loop = self.app.state.engine_loop
-        quiet = {"log_config": None, "timeout_graceful_shutdown": 2}
-        config = uvicorn.Config(self.app, http=GatheringProtocol, port=0, **quiet)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.server = uvicorn.Server(http_config(self.app, grace=2))
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=event_loops()) as runner:
+            runner.run(self.server.serve([self.listener]))
 
     def start(self, wait: bool) -> None:
         self.thread.start()
         until(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = "http://{}:{}".format(*self.listener.getsockname())
         self.http = httpx.Client(base_url=self.url, timeout=20)
         if wait:
             until(lambda: self.loop.state != "loading" and self.loop.not_ready is None)

@@ -1,7 +1,6 @@
 """What a connection is given in one turn of the event loop goes out as one write."""
 
 import asyncio
-import json
 import socket
 
 from hypothesis import given
@@ -17,8 +16,10 @@ class Below:
         self.writes: list[bytes] = []
         self.closed_after: int | None = None
 
+    def is_closing(self) -> bool:
+        return self.closed_after is not None
+
     def write(self, data: bytes) -> None:
-        assert self.closed_after is None, "written to after it was closed"
         self.writes.append(data)
 
     def close(self) -> None:
@@ -66,6 +67,20 @@ def test_what_is_held_is_written_before_it_closes():
     assert (below.writes, below.closed_after) == ([b"last words"], 1)
 
 
+def test_what_nobody_can_read_is_dropped():
+    below = Below()
+
+    async def run() -> None:
+        transport = GatheredTransport(below, asyncio.get_running_loop())
+        transport.writelines([b"to ", b"nobody"])
+        below.close()  # as the event loop does when the connection is reset
+        await asyncio.sleep(0)
+        transport.close()
+
+    asyncio.run(run())
+    assert below.writes == []
+
+
 def test_much_is_not_held_back():
     below = Below()
 
@@ -80,13 +95,24 @@ def test_much_is_not_held_back():
     assert len(below.writes) == 1
 
 
-def test_head_and_body_of_an_answer_arrive_together(serve, kit):
+def test_head_and_body_of_an_answer_are_one_write(serve, kit, monkeypatch):
+    server, flush, writes = serve(kit.says("some words")), GatheredTransport.flush, []
+
+    def noted(self: GatheredTransport) -> None:
+        if self._held:
+            writes.append(b"".join(self._held))
+        flush(self)
+
+    monkeypatch.setattr(GatheredTransport, "flush", noted)
+    for k in range(3):
+        answer = server.chat()
+        assert len(writes) == k + 1 and writes[k].endswith(answer.content) and writes[k].startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_has_closed_its_own_side_gets_its_answer(serve, kit):
     server = serve(kit.says("some words"))
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
-    address = server.server.servers[0].sockets[0].getsockname()
-    for _ in range(5):
-        with socket.create_connection(address, 20) as client:
-            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
-            client.sendall(body)
-            head, _, answer = client.recv(1 << 16).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200") and json.loads(answer)["choices"]
+    for _ in range(20):
+        with socket.create_connection(server.listener.getsockname(), 20) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1 << 16).endswith(b'{"status":"alive"}')

@@ -70,7 +70,7 @@ def many_files():
 def test_idle_connections_and_a_slow_reader_hold_nobody_up(serve, kit, many_files):
     """A thousand that say nothing or half a request, and one that reads nothing while its answer is made."""
     server = serve(kit.says("x", end=False), rows=2, length=8192)
-    listener = server.server.servers[0].sockets[0]
+    listener = server.listener
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections have it too
     with contextlib.ExitStack() as stack:
         for k in range(1000):
