@@ -24,7 +24,7 @@ from benchmarks.cases import Case
 from jdllm.batch import Asked, decode_all
 from jdllm.config import DecodeConfig, EngineConfig
 from jdllm.convert.adapter import read_adapter
-from jdllm.denoise.request import request
+from jdllm.denoise.request import placed, request
 from jdllm.denoise.state import State, empty_state, insert
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
@@ -131,7 +131,7 @@ def _generality(case: Case, bucket: Bucket, rounds: int) -> dict[str, Any]:
     def start() -> State:
         state = empty_state(model, bucket.rows, S, jnp.dtype("float32"))
         for i in range(bucket.rows):
-            asked = request([5] * 12, decode, model, S, arrival=i, owner=i, shadow=i)
+            asked = placed(request([5] * 12, decode, model, S), i, i, i)
             state = insert(state, jnp.int32(i), asked)
         return jax.tree.map(lambda x: x.copy(), state)
 

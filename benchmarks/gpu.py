@@ -34,7 +34,7 @@ from benchmarks.machine import provenance
 from benchmarks.presets import LLADA_8B
 from benchmarks.torch_loop import TorchModel, TorchRequest, take_turns
 from jdllm.config import DecodeConfig, ModelConfig
-from jdllm.denoise.request import request
+from jdllm.denoise.request import placed, request
 from jdllm.denoise.state import State, abstract_state, empty_state, insert
 from jdllm.denoise.step import steps
 from jdllm.denoise.window import Bucket
@@ -136,7 +136,7 @@ def start_state(model: ModelConfig, canvas: int, dtype: Any, batch: int) -> Stat
     state = empty_state(model, batch, canvas, dtype)
     put = jax.jit(insert, donate_argnums=0)
     for i in range(batch):
-        state = put(state, np.int32(i), request(PROMPT, DECODE, model, canvas, arrival=i, owner=i, shadow=i))
+        state = put(state, np.int32(i), placed(request(PROMPT, DECODE, model, canvas), i, i, i))
     return state
 
 

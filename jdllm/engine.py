@@ -22,9 +22,10 @@ from jdllm.adapters import Adapter, stack
 from jdllm.buckets import choose_bucket, make_buckets, smallest_bucket
 from jdllm.config import DecodeConfig, EngineConfig, ModelConfig
 from jdllm.costs import CostTable
-from jdllm.denoise.request import first_width, request
+from jdllm.denoise.request import first_width, placed, request
 from jdllm.denoise.state import (
     REPORT_FIELDS,
+    Request,
     abstract_state,
     empty_state,
     evict,
@@ -269,9 +270,9 @@ class Engine:
             asked = partial(request, [0] * (width - masks), DecodeConfig(max_tokens=masks, stop_ids=()), self.model)
             seconds = []
             for _ in range(calls):
+                row = asked(self.config.max_length)
                 for slot in range(bucket.rows):
-                    row = asked(self.config.max_length, arrival=slot, owner=slot, shadow=slot)
-                    self.state = self._insert(self.state, np.int32(slot), row)
+                    self.state = self._insert(self.state, np.int32(slot), placed(row, slot, slot, slot))
                 jax.block_until_ready(self.state)
                 begin = time.perf_counter()
                 self.state, report = self._steps[bucket](self.params, self.state, self._nobody)
@@ -287,12 +288,21 @@ class Engine:
         decoders.check_request(prompt_ids, decode, self.model, config.max_length, config.max_rows, len(self.adapters))
 
     def insert(
-        self, slot: int, handle: Hashable, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
+        self,
+        slot: int,
+        handle: Hashable,
+        prompt_ids: Sequence[int],
+        decode: DecodeConfig,
+        shadow: int | None = None,
+        packed: Request | None = None,
     ) -> None:
         """Put a request into a free slot; it takes part from the next ``step``. ``handle`` is not None, and no
         other request's, earlier or later: reports name the row by it. A request that needs two slots (``slots_needed``)
-        takes ``shadow`` above it, by default the lowest free one there."""
-        self.check(prompt_ids, decode)
+        takes ``shadow`` above it, by default the lowest free one there. ``packed``: what jdllm.denoise.request made of
+        it once it had been checked, for who has time for that while the device works; else both is done here."""
+        if packed is None:
+            self.check(prompt_ids, decode)
+            packed = request(prompt_ids, decode, self.model, self.config.max_length)
         if decoders.slots_needed(decode) == 1:
             shadow = slot
         elif shadow is None:
@@ -304,12 +314,11 @@ class Engine:
         for place in dict.fromkeys((slot, shadow)):
             if self._handles[place] is not None:
                 raise ValueError(f"slot {place} is taken by {self._handles[place]!r}")
-        canvas = self.config.max_length
+        asked, width = placed(packed, self._inserted, slot, shadow), first_width(packed)
         for place in dict.fromkeys((slot, shadow)):
-            asked = request(prompt_ids, decode, self.model, canvas, arrival=self._inserted, owner=slot, shadow=shadow)
             self.state = self._insert(self.state, np.int32(place), asked)
             self._handles[place] = handle if place == slot else _SHADOW
-            self._widths[place] = self._lengths[place] = first_width(asked)
+            self._widths[place] = self._lengths[place] = width
             self._nfes[place] = self._prefixes[place] = 0
         self._shadows[slot] = shadow
         self._inserted += 1

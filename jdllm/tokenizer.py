@@ -185,10 +185,16 @@ class Detokenizer:
     def __init__(self, pieces: Sequence[bytes]):
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = False  # in the middle of a character
 
     def feed(self, token: int) -> str:
         """The text that this id settles; empty for special ids, unknown ids and the middle of a character."""
-        return self._utf8.decode(self._pieces[token]) if 0 <= token < len(self._pieces) else ""
+        piece = self._pieces[token] if 0 <= token < len(self._pieces) else b""
+        if not self._open and piece.isascii():  # nearly always, and several times as fast
+            return piece.decode("ascii")
+        text = self._utf8.decode(piece)
+        self._open = bool(self._utf8.getstate()[0])
+        return text
 
     def close(self) -> str:
         """A U+FFFD if the answer ended in the middle of a character, as decoding the whole would give; else nothing."""

@@ -305,6 +305,7 @@ def open_call(
             job.deadline, job.slo = None if seconds is None else job.arrived + seconds, slo
             job.wanted = job.threshold = wanted
             job.commits = [] if request.canvas else None
+            job.packed = model.pack(ids, decode) if asked != 0 or request.infill else None
             job.request_id = request_id
             jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:

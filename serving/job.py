@@ -3,11 +3,15 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from jdllm.config import DecodeConfig
 from jdllm.serving.errors import ApiError
 from jdllm.serving.schedulers import Waiting
 from jdllm.serving.stream import Answer
+
+if TYPE_CHECKING:  # it imports JAX
+    from jdllm.denoise.state import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Job:
         begin, limit: canvas positions between which its answer lies; None for the prompt's end and for no limit. With
             a limit the first stop id between them ends the answer, though the row goes on to its last mask.
         cut: such a stop id was met.
+        packed: what its slot will hold at the start, until it has one.
     """
 
     prompt_ids: Sequence[int]
@@ -85,6 +90,7 @@ class Job:
     begin: int | None = None
     limit: int | None = None
     cut: bool = False
+    packed: "Request | None" = None
 
     @property
     def done(self) -> bool:

@@ -391,12 +391,12 @@ class EngineLoop:
 
     def _insert(self, engine: "Engine", job: Job) -> None:
         try:
-            engine.insert(job.slots[0], job, job.prompt_ids, job.decode, job.slots[-1])
+            engine.insert(job.slots[0], job, job.prompt_ids, job.decode, job.slots[-1], job.packed)
         except RequestError as error:  # checked before it was queued, so this does not happen; the others go on
             del self._running[job.slots[0]]
             self._fail(job, from_exception(error))
         else:
-            job.started = time.monotonic()
+            job.started, job.packed = time.monotonic(), None
             self._metrics.queue_seconds.observe(job.started - job.arrived)
 
     def _release(self, engine: "Engine", slot: int, job: Job) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jdllm import tokenizer as tokenizers
-from jdllm.config import ModelConfig
+from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.runtime import (
     UsageError,
     checkpoint_warnings,
@@ -18,6 +18,7 @@ from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jdllm.config import EngineConfig
+    from jdllm.denoise.state import Request
     from jdllm.engine import Engine
 
 Progress = Callable[[str], None]
@@ -52,6 +53,12 @@ class ServedModel:
     def adapter_number(self, name: str) -> int:
         """DecodeConfig's ``adapter`` for requests to the model of this name."""
         return self.adapters.index(name) + 1 if name in self.adapters else 0
+
+    def pack(self, ids: Sequence[int], decode: DecodeConfig) -> "Request":
+        """What the engine writes for a request that has been checked, made while it works (Engine.insert)."""
+        from jdllm.denoise.request import request
+
+        return request(ids, decode, self.config, self.max_length)
 
     def defaults_of(self, name: str) -> Mapping[str, Any]:
         """Decode settings where a request to ``name`` gives none."""

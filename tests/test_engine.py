@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import d2f_oracle
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax._src import test_util as jtu
 from jdllm import engine as engine_module
 from jdllm.buckets import choose_bucket, make_buckets
 from jdllm.config import DecodeConfig, EngineConfig, RequestError
+from jdllm.denoise.request import request
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Engine
 from jdllm.models import llada
@@ -332,6 +334,23 @@ def test_a_row_that_has_ended_leaves_its_slot_without_a_call(engine, monkeypatch
     while not (rows := engine.step()) or rows[0].live:
         pass
     assert (rows[0].canvas_ids, rows[0].nfe, rows[0].finish_reason) == alone
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.5])  # without and with a shadow
+def test_a_request_may_be_packed_before_it_has_a_slot(engine, tiny, guidance):
+    prompt, decode = [3, 4, 5], DecodeConfig(decoder="llada", max_tokens=16, steps=16, cfg_scale=guidance)
+    packed = request(prompt, decode, tiny, LENGTH)
+    before = jax.tree.map(np.copy, packed)
+    shadow = 3 if guidance else 1
+    states = []
+    for given in ({}, {"packed": packed}, {"packed": packed}):  # the third: nothing was changed in it
+        engine.reset()
+        engine._inserted = 7
+        engine.insert(0, "other", [9], DecodeConfig(max_tokens=1))
+        engine.insert(1, "a", prompt, decode, shadow, **given)
+        states.append(jax.tree.map(np.asarray, engine.state))
+    chex.assert_trees_all_equal(*states)
+    chex.assert_trees_all_equal(packed, before)
 
 
 def test_a_taken_slot_is_refused(engine):

@@ -1,39 +1,46 @@
 """From a request's settings to what its slot holds at the start."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.decoders import row_numbers
-from jdllm.denoise.state import PROGRESS, SETTINGS, Request, pack_row
+from jdllm.denoise.state import PROGRESS, SETTINGS, Request, column_of, pack_row
+
+PLACEMENT = ("arrival", "owner", "shadow")
+"""Numbers that are known once a request gets its slot."""
+
+_PLACED = [column_of(name) for name in PLACEMENT]
 
 
-def request(
-    prompt: Sequence[int],
-    decode: DecodeConfig,
-    model: ModelConfig,
-    canvas: int,
-    *,
-    arrival: int = 0,
-    owner: int = 0,
-    shadow: int = 0,
-) -> Request:
-    """What ``insert`` writes for a request, at its start. D2F's first block is added here: its prompt counts as a fully
-    decoded block 0.
+def request(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, canvas: int) -> Request:
+    """What ``insert`` writes for a request, at its start, the first in slot 0 (``placed``: in another). D2F's first
+    block is added here: its prompt counts as a fully decoded block 0. Reads its arguments alone, on any thread.
 
     Args:
         canvas: S.
-        arrival: how many requests came before.
-        owner, shadow: Rows' fields.
     """
     numbers, schedule = row_numbers(prompt, decode, model)
-    numbers |= {"arrival": arrival % (1 << 31), "owner": owner, "shadow": shadow}
+    numbers |= dict.fromkeys(PLACEMENT, 0)
     tokens = np.full(canvas, model.mask_id, np.int32)
     tokens[: len(prompt)] = prompt
     counts = np.ones(canvas, np.int32)  # also behind a schedule: no pass that is due may stand still for ever
     counts[: len(schedule)] = schedule
     return Request(pack_row(PROGRESS, numbers), pack_row(SETTINGS, numbers), counts, tokens)
+
+
+def placed(request: Request, arrival: int, owner: int, shadow: int) -> Request:
+    """The request in its slot.
+
+    Args:
+        arrival: how many requests came before.
+        owner, shadow: Rows' fields.
+    """
+    settings = request.settings.copy()
+    settings[_PLACED] = arrival % (1 << 31), owner, shadow
+    return dataclasses.replace(request, settings=settings)
 
 
 def first_width(request: Request) -> int:

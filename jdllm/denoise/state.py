@@ -141,6 +141,11 @@ def _place(names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 _PLACES = {**_place(PROGRESS), **_place(SETTINGS)}
 
 
+def column_of(name: str) -> int:
+    """Where ``pack_numbers`` puts a field, in the array of its kind (PROGRESS or SETTINGS)."""
+    return _PLACES[name][0]
+
+
 def pack_numbers(names: tuple[str, ...], values: dict[str, Array]) -> Array:
     """Fields as one int32 array [..., columns], floats by their bits: every array of its own costs a call a
     microsecond."""

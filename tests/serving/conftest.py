@@ -17,6 +17,7 @@ import uvicorn
 
 from jdllm.config import DecodeConfig, ModelConfig
 from jdllm.costs import CostTable
+from jdllm.denoise.request import request
 from jdllm.denoise.window import Bucket
 from jdllm.engine import Counters, Pass, Row, Timing
 from jdllm.serve import event_loops, http_config
@@ -105,9 +106,9 @@ class ScriptEngine:
         self.rows, self.report = {}, []
         self.resets += 1
 
-    def insert(
-        self, slot: int, handle: object, prompt_ids: Sequence[int], decode: DecodeConfig, shadow: int | None = None
-    ) -> None:
+    def insert(self, slot, handle, prompt_ids: Sequence[int], decode: DecodeConfig, shadow=None, packed=None) -> None:
+        made = request(prompt_ids, decode, MODEL, self.length)  # the engine puts into the slot what it is given
+        assert all(map(np.array_equal, vars(packed).values(), vars(made).values()))
         assert slot not in self.rows, "the slot is taken"
         end = len(prompt_ids) + decode.max_tokens
         tokens = np.full(self.length, MASK, np.int32)
