@@ -112,9 +112,7 @@ def test_mass_cancel(serve, kit):  # C7, C11
     server = serve(kit.echoes(per_step=1), rows=4, step_seconds=0.002)
 
     async def rush() -> None:
-        no_pool = httpx.Limits(
-            max_connections=None
-        )  # it would lose places to calls cancelled as they connect
+        no_pool = httpx.Limits(max_connections=None)  # it would lose places to calls cancelled as they connect
         async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=no_pool) as client:
             for _ in range(20):
                 lost = [
