@@ -3,8 +3,8 @@
 
 Every line on standard input makes it decode the same N held-out messages, each taking the next free slot; one line of
 JSON on standard output tells how long that took. Prompts are ids and answers are ids: nothing is tokenized, queued,
-detokenized or sent anywhere meanwhile. It is jdllm.batch, which packs a request when a slot is free for it; a server has
-another thread for that.
+detokenized or sent anywhere meanwhile. (jdllm.batch packs a request when a slot is free for it; a server has another
+thread for that.)
 """
 
 import json

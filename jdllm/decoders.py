@@ -349,6 +349,11 @@ def block_masks(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int])
     return [inside + (masks[0] if masks else 0), *masks[1:]] if masks or inside else []
 
 
+def seed_number(seed: int) -> np.uint32:
+    """What the random numbers of a row hang on: a DecodeConfig's seed, mixed into 32 bits."""
+    return np.random.SeedSequence(seed % (1 << 64)).generate_state(1)[0]
+
+
 def row_numbers(
     prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig
 ) -> tuple[dict[str, Any], Sequence[int]]:
@@ -382,7 +387,7 @@ def row_numbers(
         "temperature": decode.temperature,
         "top_p": decode.top_p,
         "top_k": decode.top_k,
-        "seed": np.random.SeedSequence(decode.seed % (1 << 64)).generate_state(1)[0],
+        "seed": seed_number(decode.seed),
         "early_stop": decode.early_stop,
         "alternatives": decode.alternatives,
         "stop_ids": (*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))),

@@ -297,6 +297,7 @@ def open_call(
         if asked != 0 or request.infill:
             check_request(ids, settings, model.config, model.max_length, model.max_rows, len(model.adapters))
         wanted = threshold(settings, model.config)
+        packed = model.pack(ids, settings) if asked != 0 or request.infill else None
         for i in range(n):
             own = (seed + i) % 2**64  # the engine takes seeds modulo 2**64 too
             decode = settings if own == seed else dataclasses.replace(settings, seed=own)
@@ -305,7 +306,7 @@ def open_call(
             job.deadline, job.slo = None if seconds is None else job.arrived + seconds, slo
             job.wanted = job.threshold = wanted
             job.commits = [] if request.canvas else None
-            job.packed = model.pack(ids, decode) if asked != 0 or request.infill else None
+            job.packed = packed if own == seed or packed is None else model.reseed(packed, own)
             job.request_id = request_id
             jobs.append(job)
     if isinstance(request, CompletionRequest) and request.echo:

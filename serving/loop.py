@@ -416,9 +416,9 @@ class EngineLoop:
         if cancelled or not (leaving or self._running.get(row.slot) is job):
             return
         assert self.model is not None
-        read_before = job.read
+        first_text = job.first_text
         end, news = take_over(row, job, engine, self.model.config.eos_id)
-        if job.read and not read_before:
+        if job.first_text and not first_text:
             self._metrics.first_text_seconds.observe(job.first_text - job.arrived)
         if news:
             self._news[id(job)] = job

@@ -60,6 +60,12 @@ class ServedModel:
 
         return request(ids, decode, self.config, self.max_length)
 
+    def reseed(self, packed: "Request", seed: int) -> "Request":
+        """The same request with another seed."""
+        from jdllm.denoise.request import with_seed
+
+        return with_seed(packed, seed)
+
     def defaults_of(self, name: str) -> Mapping[str, Any]:
         """Decode settings where a request to ``name`` gives none."""
         return self.defaults if name in self.adapters else self.alone or self.defaults

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # the engine imports JAX
 
 
 def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str | ApiError | None, bool]:
-    """Give the job what the report has of its row: settled tokens, and commits where they are asked for.
+    """Give the job what the report has of its row: settled tokens, and commits where they are asked for. Tokens of a
+    row that goes on are left for later where neither client nor stop string waits for them.
 
     Returns:
         how the job ends, with a finish reason or an error, None if it goes on; and whether its client has anything to
@@ -31,9 +32,11 @@ def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str 
     end = row.stop if row.stop >= 0 else row.prefix
     end = (end if job.limit is None else min(end, job.limit)) - begin
     if end > job.read:
-        _settle(row, job, engine, slice(begin + job.read, begin + end), eos_id)
-        job.read = end
-        news |= job.stream
+        job.first_text = job.first_text or time.monotonic()
+        if job.stream or job.answer.may_stop or not row.live:
+            _settle(row, job, engine, slice(begin + job.read, begin + end), eos_id)
+            job.read = end
+            news |= job.stream
     if not job.answer.stopped and row.live:
         return None, news
     job.answer.close()
@@ -43,8 +46,6 @@ def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str 
 def _settle(row: "Row", job: Job, engine: "Engine", new: slice, eos_id: int) -> None:
     """Add the canvas positions ``new`` to the answer."""
     ids, kept = row.tokens[new].tolist(), None
-    if not job.read:
-        job.first_text = time.monotonic()
     if job.limit is not None:
         stops = (eos_id,) if job.decode.stop_ids is None else job.decode.stop_ids
         kept = 0 if job.cut else next((i for i, token in enumerate(ids) if token in stops), None)

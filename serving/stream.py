@@ -16,6 +16,9 @@ class StopStrings:
         self._stops = [s for s in stops if s]
         self._held = ""
 
+    def __bool__(self) -> bool:
+        return bool(self._stops)
+
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is safe to show, and whether a stop string came (it and what follows are dropped)."""
         text = self._held + text
@@ -89,6 +92,11 @@ class Answer:
             self._add(self._detokenizer.close())
         if not self.stopped:
             self._append(self._stops.close())
+
+    @property
+    def may_stop(self) -> bool:
+        """There are stop strings, so that it must be extended as its tokens come."""
+        return bool(self._stops)
 
     @property
     def text(self) -> str:

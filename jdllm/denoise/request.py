@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdllm.config import DecodeConfig, ModelConfig
-from jdllm.decoders import row_numbers
+from jdllm.decoders import row_numbers, seed_number
 from jdllm.denoise.state import PROGRESS, SETTINGS, Request, column_of, pack_row
 
 PLACEMENT = ("arrival", "owner", "shadow")
 """Numbers that are known once a request gets its slot."""
 
+_SEED = column_of("seed")
 _PLACED = [column_of(name) for name in PLACEMENT]
 
 
@@ -29,6 +30,13 @@ def request(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, can
     counts = np.ones(canvas, np.int32)  # also behind a schedule: no pass that is due may stand still for ever
     counts[: len(schedule)] = schedule
     return Request(pack_row(PROGRESS, numbers), pack_row(SETTINGS, numbers), counts, tokens)
+
+
+def with_seed(request: Request, seed: int) -> Request:
+    """The same request with another seed (DecodeConfig's), for less than making it again."""
+    settings = request.settings.copy()
+    settings[_SEED : _SEED + 1].view(np.uint32)[:] = seed_number(seed)
+    return dataclasses.replace(request, settings=settings)
 
 
 def placed(request: Request, arrival: int, owner: int, shadow: int) -> Request:

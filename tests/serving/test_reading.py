@@ -1,0 +1,50 @@
+"""When the tokens of a report become text."""
+
+import numpy as np
+import pytest
+
+from jdllm.config import DecodeConfig
+from jdllm.engine import Row
+from jdllm.serving.job import Job
+from jdllm.serving.reading import take_over
+from jdllm.serving.stream import Answer
+
+EOS = 257
+PROMPT, TEXT = [1, 2], list(b"some words")
+
+
+def row(settled: int, live: bool) -> Row:
+    tokens = np.array([*PROMPT, *TEXT], np.int32)
+    return Row(0, "a", live, False, len(PROMPT), len(tokens), len(PROMPT) + settled, -1, settled, 4, tokens)
+
+
+def read_all(job: Job) -> list[str]:
+    """The text after each of four reports."""
+    texts = []
+    for settled in (0, 4, 7, len(TEXT)):
+        end, _ = take_over(row(settled, live=settled < len(TEXT)), job, None, EOS)
+        texts.append(job.answer.text)
+        assert (end is None) == (settled < len(TEXT)) and job.nfe == settled
+        assert bool(job.first_text) == (settled > 0), "the first settled text is when it settles, read or not"
+    return texts
+
+
+@pytest.mark.parametrize(
+    "stream, stops, texts",
+    [
+        (False, (), ["", "", "", "some words"]),
+        (True, (), ["", "some", "some wo", "some words"]),
+        (False, ("zz",), ["", "some", "some wo", "some words"]),
+    ],
+)
+def test_text_that_nobody_waits_for_is_made_once(byte_tokenizer, stream, stops, texts):
+    job = Job(PROMPT, DecodeConfig(), Answer(byte_tokenizer.detokenizer(), stops), lambda: None, stream)
+    assert read_all(job) == texts
+    assert job.answer.ids == TEXT
+
+
+def test_a_stop_string_ends_a_plain_answer_before_its_row(byte_tokenizer):
+    job = Job(PROMPT, DecodeConfig(), Answer(byte_tokenizer.detokenizer(), ["e w"]), lambda: None)
+    assert take_over(row(4, live=True), job, None, EOS)[0] is None
+    assert take_over(row(7, live=True), job, None, EOS)[0] == "stop"
+    assert job.answer.text == "som"
