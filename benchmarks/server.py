@@ -6,7 +6,7 @@ the others to Python, as an accelerator does; and of a model that is ten times a
 benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it. Over HTTP a client,
 this process, keeps as many connections busy as there are slots and as many again (benchmarks.light_client); the little
 that it takes of the processors is missing in the server, and is not corrected for. The three take turns; a ratio is the
-median of those within rounds.
+median of those within rounds, and their quartiles say how far one round may be trusted.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from benchmarks import light_client, random_checkpoint, server_process, tables
 from benchmarks.bare_engine import LENGTH, bodies
@@ -168,6 +170,7 @@ def table(results: dict[str, Any]) -> str:
             "CPU ms a request",
             "client's",
             "of the engine's rate",
+            "quartiles",
         ],
         [
             [
@@ -180,6 +183,7 @@ def table(results: dict[str, Any]) -> str:
                 f"{r['cpu_ms_per_request']:.1f}",
                 f"{r['client_cpu_ms_per_request']:.1f}",
                 f"{100 * r['ratio']:.1f} %",
+                "{:.0f} to {:.0f} %".format(*100 * np.quantile(r["ratios"], (0.25, 0.75))),
             ]
             for r in results["rows"]
         ],
