@@ -1,5 +1,6 @@
 """Chats: messages in, a message out."""
 
+from jdllm.serving.model import ServedModel
 from jdllm.tokenizer import check_messages as CHECK
 
 
@@ -81,3 +82,11 @@ def test_the_fields_of_completions_mean_nothing_in_a_chat(serve, kit):
     for fields in ({}, {"prompt": "a"}, {"echo": True}, {"suffix": "b"}, {"suffix": 5}):
         assert server.chat(**fields).json()["choices"][0]["message"]["content"] == "ok", fields
     assert all(prompt == prompts[0] for prompt in prompts)
+
+
+def test_answers_of_one_prompt_are_packed_once(serve, kit, monkeypatch):
+    """Packing each of many would hold up everyone else; the engine of these tests compares seeds and all."""
+    server, pack, packed = serve(kit.says("x"), rows=4), ServedModel.pack, []
+    monkeypatch.setattr(ServedModel, "pack", lambda *args: packed.append(1) or pack(*args))
+    reply = server.chat(n=20, seed=2**64 - 3)
+    assert len(reply.json()["choices"]) == 20 and len(packed) == 1
