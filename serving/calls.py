@@ -138,7 +138,7 @@ class Call:
             "decoder": self.jobs[0].decode.decoder,
             "choices": len(self.jobs),
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sum(job.answer.tokens for job in self.jobs),
+            "completion_tokens": sum(job.answer.tokens if job.finish_reason else job.settled for job in self.jobs),
             "nfe": sum(job.nfe for job in self.jobs),
             "queue_seconds": round(max(started), 6) if started else None,
             "first_text_seconds": round(min(first), 6) if first else None,

@@ -1,5 +1,5 @@
 """One write for all that a connection is given in one turn of the event loop: an answer's head and body, or the last
-events of a stream. Every write wakes its reader, and costs as much as writing the JSON."""
+events of a stream. Every write wakes its reader."""
 
 import asyncio
 from collections.abc import Iterable

@@ -54,7 +54,7 @@ class Job:
         logprobs: the answer shall have those of its tokens.
         commits: what the canvas got, in order (``Commit``), or None where nobody watches.
         priority: lower ones leave the queue first; equal ones in order of arrival.
-        read: tokens of the row that the answer has.
+        settled, read: tokens of the row that are final, and those of them that the answer has already.
         slots: those that it holds; its row is in the first.
         begin, limit: canvas positions between which its answer lies; None for the prompt's end and for no limit. With
             a limit the first stop id between them ends the answer, though the row goes on to its last mask.
@@ -85,6 +85,7 @@ class Job:
     priority: int = 0
     logprobs: bool = False
     commits: list[Commit] | None = None
+    settled: int = 0
     read: int = 0
     slots: Sequence[int] = ()
     begin: int | None = None

@@ -43,11 +43,11 @@ def running(job: Job) -> Running:
     return Running(
         key=job.slots[0],
         request=job.outlook or waiting(job),
-        done=job.read,
+        done=job.settled,
         passes=job.nfe,
         width=job.width or length,
         block=narrow if refreshes(job.decode) else length,
-        blocks_left=blocks_left(job, job.read),
+        blocks_left=blocks_left(job, job.settled),
         refreshes=refreshes(job.decode),
         threshold=job.threshold,
     )

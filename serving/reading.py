@@ -31,6 +31,7 @@ def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str 
     begin = row.prompt_length if job.begin is None else job.begin
     end = row.stop if row.stop >= 0 else row.prefix
     end = (end if job.limit is None else min(end, job.limit)) - begin
+    job.settled = max(0, end)
     if end > job.read:
         job.first_text = job.first_text or time.monotonic()
         if job.stream or job.answer.may_stop or not row.live:

@@ -37,6 +37,14 @@ def test_a_stream_that_was_left_says_so(serve, kit, lines):
     kit.until(lambda: [one["finish"] for one in lines() if one["request_id"] == "left"] == ["cancelled"])
 
 
+def test_a_plain_call_that_is_cut_says_how_far_it_came(serve, kit, lines):
+    server = serve(kit.says("x" * 100, per_step=1), step_seconds=0.02)
+    assert server.complete("a", max_tokens=100, deadline_ms=500).status_code == 504
+    kit.until(lambda: [one for one in lines() if one["status"] == 504])
+    line = next(one for one in lines() if one["status"] == 504)
+    assert 0 < line["completion_tokens"] <= line["nfe"] < 100
+
+
 def test_refusals_have_a_line_too(serve, kit, lines):
     server = serve(kit.says("ok"), api_keys=("k",))
     server.http.get("/health")

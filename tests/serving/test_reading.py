@@ -5,6 +5,7 @@ import pytest
 
 from jdllm.config import DecodeConfig
 from jdllm.engine import Row
+from jdllm.serving import outlook
 from jdllm.serving.job import Job
 from jdllm.serving.reading import take_over
 from jdllm.serving.stream import Answer
@@ -20,11 +21,13 @@ def row(settled: int, live: bool) -> Row:
 
 def read_all(job: Job) -> list[str]:
     """The text after each of four reports."""
-    texts = []
+    texts, job.slots = [], (0,)
     for settled in (0, 4, 7, len(TEXT)):
         end, _ = take_over(row(settled, live=settled < len(TEXT)), job, None, EOS)
         texts.append(job.answer.text)
         assert (end is None) == (settled < len(TEXT)) and job.nfe == settled
+        seen = outlook.running(job)
+        assert (seen.done, seen.blocks_left) == (settled, max(1, 3 - settled // 4)), "policies see what has settled"
         assert bool(job.first_text) == (settled > 0), "the first settled text is when it settles, read or not"
     return texts
 
@@ -38,7 +41,8 @@ def read_all(job: Job) -> list[str]:
     ],
 )
 def test_text_that_nobody_waits_for_is_made_once(byte_tokenizer, stream, stops, texts):
-    job = Job(PROMPT, DecodeConfig(), Answer(byte_tokenizer.detokenizer(), stops), lambda: None, stream)
+    decode = DecodeConfig(max_tokens=len(TEXT), block_size=4)
+    job = Job(PROMPT, decode, Answer(byte_tokenizer.detokenizer(), stops), lambda: None, stream)
     assert read_all(job) == texts
     assert job.answer.ids == TEXT
 
