@@ -2,6 +2,7 @@
 what a model is (ModelConfig)."""
 
 import dataclasses
+import functools
 import math
 
 from jdllm.model_config import FAMILIES, ConfigError, ModelConfig, model_config
@@ -206,6 +207,7 @@ class EngineConfig:
             raise ValueError(f"max_length: {self.max_length} must be at most {MAX_LENGTH}")
 
 
+@functools.lru_cache(1024)
 def need(threshold: float, block_size: int) -> int:
     """The fewest decoded tokens m of a block with ``m / block_size >= threshold``, in Python's float64 as the
     reference compares; ``block_size + 1`` where no m reaches it."""

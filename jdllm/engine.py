@@ -414,22 +414,21 @@ class Engine:
         call, self._call = self._call, None
         if call is None:
             return []
-        rows, reports = [], np.asarray(call.report)
+        rows, report = [], np.asarray(call.report)
         if call.begin is not None:
             now = time.perf_counter()
             self.last_call = Timing(call.bucket, now - call.begin, now)
             self.costs.observe(call.bucket, self.last_call.seconds)
-        for slot, numbers in enumerate(reports):
-            report = dict(zip(REPORT_FIELDS, numbers[: len(REPORT_FIELDS)].tolist(), strict=True))
-            self.counters.needed += report.pop("computed")
-            self.counters.refreshed += report.pop("refreshed")
+        numbers, tokens = report[:, : len(REPORT_FIELDS)].tolist(), report[:, len(REPORT_FIELDS) :]
+        for slot, values in enumerate(numbers):  # in the order of REPORT_FIELDS
+            live, failed, prompt_length, length, prefix, stop, nfe, width, computed, refreshed = values
+            self.counters.needed += computed
+            self.counters.refreshed += refreshed
             handle = call.handles[slot]
             if handle is None or handle is _SHADOW or handle is not self._handles[slot]:
                 continue
-            self._widths[[slot, self._shadows[slot]]] = report["width"]
-            self._lengths[slot], self._nfes[slot] = report["length"], report["nfe"]
-            self._prefixes[slot] = report["prefix"]
-            tokens = numbers[len(REPORT_FIELDS) :]
-            flags = {name: bool(report.pop(name)) for name in ("live", "failed")}
-            rows.append(Row(slot=slot, handle=handle, tokens=tokens, _call=call, **flags, **report))
+            self._widths[slot] = self._widths[self._shadows[slot]] = width
+            self._lengths[slot], self._nfes[slot], self._prefixes[slot] = length, nfe, prefix
+            of_row = (slot, handle, bool(live), bool(failed), prompt_length, length, prefix, stop, nfe, width)
+            rows.append(Row(*of_row, tokens[slot], call))
         return rows

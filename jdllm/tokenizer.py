@@ -146,10 +146,10 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, begins: bool) -> list[int]:
-        """As ``self._hf.encode`` does, without its half a millisecond around it."""
+        """As ``self._hf.encode`` does, without its half a millisecond around it, and without the places in the text."""
         backend = self._hf.backend_tokenizer
         backend.encode_special_tokens = False
-        return backend.encode(text, add_special_tokens=begins).ids
+        return backend.encode_batch_fast([text], add_special_tokens=begins)[0].ids
 
     def detokenizer(self) -> "Detokenizer":
         """A reader for one answer."""

@@ -28,7 +28,7 @@ from jdllm.serving.reading import take_over
 from jdllm.serving.schedulers import Policy, Running, Slot, View
 
 if TYPE_CHECKING:  # the engine imports JAX, and the server answers /health before that is done
-    from jdllm.engine import Engine, Row
+    from jdllm.engine import Engine, Row, Timing
     from jdllm.engine import Pass as EnginePass
     from jdllm.serving.model import ServedModel
 
@@ -79,6 +79,7 @@ class EngineLoop:
         self._running: dict[int, Job] = {}  # by slot; the engine's thread alone changes this and the next
         self._leaving: list[Job] = []  # their slots may be others' by now, their last words are not read yet
         self._news: dict[int, Job] = {}
+        self._timing: Timing | None = None  # of the last call, until it is published
         self._ended: list[Running] = []  # since the policy was last asked, where it steers
         self._forecast, self._busy_since = Forecast(1.0), 0.0
         self._pass_seconds: Callable[[], float] = lambda: 0.0
@@ -247,25 +248,27 @@ class EngineLoop:
             ended, later = [], []
             try:
                 for row in rows:
+                    if row.live and not self._policy.steers:
+                        later.append(row)
+                        continue
                     job = self._running.get(row.slot)
                     if job is None or job.cancelled or row.handle != job:
                         continue
-                    if self._policy.steers or (job.decode.alternatives and not row.live):
+                    if self._policy.steers or job.decode.alternatives:
                         self._read(engine, row, job)
-                    elif row.live:
-                        later.append((row, job))
                     else:
                         ended.append((row, job))
                         self._release(engine, row.slot, job)
-                if not (self._running or ended):
-                    self._post_news()
+                if not (self._running or ended):  # it may have to wait
+                    self._publish()
                 going = self._step(engine, reported)
             finally:  # whatever fails, these answers are complete
                 for row, job in ended:
                     self._read(engine, row, job)
-            for row, job in later:
-                self._read(engine, row, job)
-            self._post_news()
+            for row in later:
+                assert isinstance(row.handle, Job)
+                self._read(engine, row, row.handle)
+            self._publish()
 
     def _step(self, engine: "Engine", reported: float | None) -> bool:
         """Wait for work, let jobs leave and join as the policy says, and start the next call; False when told to stop.
@@ -312,7 +315,7 @@ class EngineLoop:
         call = engine.last_call
         if call is None or call is before:
             return rows, None
-        self._metrics.step_seconds.labels(f"{call.bucket.rows}x{call.bucket.packed}").observe(call.seconds)
+        self._timing = call
         return rows, call.ended
 
     def _decide(self, engine: "Engine") -> tuple[list[Job], Mapping[int, float]]:
@@ -468,7 +471,7 @@ class EngineLoop:
                 self._metrics.cancelled.inc()
         self._running.clear()
         self._leaving.clear()
-        self._post_news()
+        self._publish()
 
     def _end_all(self, error: ApiError) -> None:
         with self._changed:
@@ -481,10 +484,13 @@ class EngineLoop:
             if not job.cancelled:
                 job.error = error
                 self._news[id(job)] = job
-        self._post_news()
+        self._publish()
 
-    def _post_news(self) -> None:
-        """One hop to the clients' thread a step, however many jobs have news."""
+    def _publish(self) -> None:
+        """The last call's time, and one hop to the clients' thread a step, however many jobs have news."""
+        if call := self._timing:
+            self._metrics.step_seconds.labels(f"{call.bucket.rows}x{call.bucket.packed}").observe(call.seconds)
+            self._timing = None
         if not self._news:
             return
         notify = [job.notify for job in self._news.values()]

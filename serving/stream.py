@@ -1,6 +1,7 @@
 """The text of one answer as its tokens become final: incremental, and never past a stop string."""
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 from jdllm.tokenizer import Detokenizer
@@ -65,7 +66,6 @@ class Answer:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._ends: list[int] = []  # characters of the text after each token, to know which tokens a cut keeps
-        self._decoded = 0
         self._shown = 0
 
     def extend(
@@ -75,15 +75,12 @@ class Answer:
         alternatives: Sequence[Sequence[Alternative]] = (),
     ) -> None:
         """Tokens that are final, in order. Those after a stop string are ignored."""
-        texts = []
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.alternatives.extend(alternatives)
-        for token in ids:
-            text = self._detokenizer.feed(token)
-            self._decoded += len(text)
-            self._ends.append(self._decoded)
-            texts.append(text)
+        texts = [self._detokenizer.feed(token) for token in ids]
+        ends = itertools.accumulate(map(len, texts), initial=self._ends[-1] if self._ends else 0)
+        self._ends.extend(itertools.islice(ends, 1, None))
         self._add("".join(texts))
 
     def close(self) -> None:

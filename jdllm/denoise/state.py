@@ -141,6 +141,14 @@ def _place(names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 _PLACES = {**_place(PROGRESS), **_place(SETTINGS)}
 
 
+def _row_type(names: tuple[str, ...]) -> np.dtype:
+    """The columns of one row with the kinds of their fields."""
+    return np.dtype([(name, _BITS.get(_META[name]["kind"], np.int32), _META[name]["width"] or ()) for name in names])
+
+
+_ROW_TYPES = {names: _row_type(names) for names in (PROGRESS, SETTINGS)}
+
+
 def column_of(name: str) -> int:
     """Where ``pack_numbers`` puts a field, in the array of its kind (PROGRESS or SETTINGS)."""
     return _PLACES[name][0]
@@ -160,12 +168,7 @@ def pack_numbers(names: tuple[str, ...], values: dict[str, Array]) -> Array:
 
 def pack_row(names: tuple[str, ...], values: dict[str, Any]) -> np.ndarray:
     """``pack_numbers`` of one row on the host."""
-    row = np.empty(sum(_PLACES[name][1] for name in names), np.int32)
-    seen_as = {kind: row.view(bits) for kind, bits in _BITS.items()}
-    for name in names:
-        at, width = _PLACES[name]
-        seen_as.get(_META[name]["kind"], row)[at : at + width] = values[name]
-    return row
+    return np.array([tuple(values[name] for name in names)], _ROW_TYPES[names]).view(np.int32)
 
 
 def unpack_numbers(progress: Array, settings: Array) -> Rows:
