@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jdllm.config import RequestError
-from jdllm.decoders import check_request, threshold
+from jdllm.decoders import check_request
 from jdllm.runtime import default_max_tokens
 from jdllm.serving.errors import ApiError
 from jdllm.serving.gate import new_id
@@ -282,9 +282,8 @@ def open_call(
     jobs = []
     for ids in encoded:
         max_tokens = _room(len(check_prompt(ids, model.config, field)) + len(behind), asked, limit_name, field, model)
-        ours = {"max_tokens": max_tokens, "seed": seed}
-        ours |= {"adapter": model.adapter_number(name), "alternatives": alternatives}
-        settings = request.decode(model.config.family, model.defaults_of(name), words, ours)
+        plan = model.plans.of(request, name, max_tokens, alternatives)
+        settings = plan.decode.with_seed(seed)
         begin = limit = None
         if behind:
             if model.config.mask_id in (*ids, *behind):
@@ -294,17 +293,20 @@ def open_call(
             settings = dataclasses.replace(settings, infill=True, max_tokens=0)
         elif settings.infill:
             begin = ids.index(model.config.mask_id) if model.config.mask_id in ids else None
-        if asked != 0 or request.infill:
+        if asked == 0 and not request.infill:  # nothing but the echo
+            packed = None
+        elif settings.infill:
             check_request(ids, settings, model.config, model.max_length, model.max_rows, len(model.adapters))
-        wanted = threshold(settings, model.config)
-        packed = model.pack(ids, settings) if asked != 0 or request.infill else None
+            packed = model.pack(ids, settings)
+        else:
+            packed = plan.pack(ids, seed)
         for i in range(n):
             own = (seed + i) % 2**64  # the engine takes seeds modulo 2**64 too
-            decode = settings if own == seed else dataclasses.replace(settings, seed=own)
+            decode = settings if own == seed else settings.with_seed(own)
             job = Job(ids, decode, Answer(words.detokenizer(), stops), news.set, bool(request.stream))
             job.begin, job.limit, job.logprobs, job.priority = begin, limit, wants_logprobs, priority
             job.deadline, job.slo = None if seconds is None else job.arrived + seconds, slo
-            job.wanted = job.threshold = wanted
+            job.wanted = job.threshold = plan.threshold
             job.commits = [] if request.canvas else None
             job.packed = packed if own == seed or packed is None else model.reseed(packed, own)
             job.request_id = request_id
@@ -313,7 +315,7 @@ def open_call(
         if behind or request.infill:
             raise RequestError("echo", "is not possible with suffix or infill: the prompt itself is filled")
         heads = [p if isinstance(p, str) else words.decode(p) for p in given]
-    if asked == 0 and not request.infill:  # nothing but the echo
+    if asked == 0 and not request.infill:
         for job in jobs:
             job.finish_reason = "length"
         news.set()

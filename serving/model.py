@@ -1,6 +1,7 @@
 """What is served: weights, tokenizer, limits and defaults of one checkpoint."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from jdllm.runtime import (
     default_dtype,
     defaults_beside_adapters,
 )
+from jdllm.serving.plan import Plans
 from jdllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +51,11 @@ class ServedModel:
     compiles: Callable[[], int] = lambda: 0
     adapters: Sequence[str] = ()
     alone: Mapping[str, Any] | None = None
+
+    @functools.cached_property
+    def plans(self) -> Plans:
+        """What the settings of its requests come to."""
+        return Plans(self)
 
     def adapter_number(self, name: str) -> int:
         """DecodeConfig's ``adapter`` for requests to the model of this name."""

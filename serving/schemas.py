@@ -4,6 +4,7 @@ null is the same as leaving a field out, everywhere.
 """
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,10 @@ class _Request(BaseModel):
         given |= {"stop_ids": stop_ids, "eot_id": words.eot_id, "min_tokens": least}
         return decode_config({**given, **ours}, family, defaults)
 
+    def settings(self) -> tuple[Any, ...]:
+        """All that ``decode`` reads of it, in a fixed order."""
+        return _SETTINGS(self)
+
     def unknown_fields(self) -> list[str]:
         """Fields that nobody knows.
 
@@ -169,6 +174,7 @@ class _Request(BaseModel):
 
 _SET_APART = ("max_tokens", "min_tokens", "seed", "stop_ids", "eot_id", "adapter", "alternatives")
 _DECODE_FIELDS = tuple(f.name for f in dataclasses.fields(DecodeConfig) if f.name not in _SET_APART)
+_SETTINGS = operator.attrgetter(*_DECODE_FIELDS, "block_length", "min_tokens", "ignore_eos")
 
 
 def _alternatives(field: str, asked: int | None) -> int:

@@ -15,6 +15,11 @@ PLACEMENT = ("arrival", "owner", "shadow")
 _SEED = column_of("seed")
 _PLACED = [column_of(name) for name in PLACEMENT]
 
+_POSITIONS = ("length", "end", "settled", "block", "prompt_length", "fill_from", "limit", "stop_from")
+"""Numbers that count from the first prompt token, of a request's start: ``start`` alone is there itself."""
+
+_MOVED = {names: pack_row(names, {name: int(name in _POSITIONS) for name in names}) for names in (PROGRESS, SETTINGS)}
+
 
 def request(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, canvas: int) -> Request:
     """What ``insert`` writes for a request, at its start, the first in slot 0 (``placed``: in another). D2F's first
@@ -32,11 +37,25 @@ def request(prompt: Sequence[int], decode: DecodeConfig, model: ModelConfig, can
     return Request(pack_row(PROGRESS, numbers), pack_row(SETTINGS, numbers), counts, tokens)
 
 
+def behind(packed: Request, prompt: Sequence[int], seed: int) -> Request:
+    """``request`` for a prompt, from its result for an empty one and the same settings but for the seed, for less than
+    making it: all that it names lies behind the prompt. (Not for infill, which fills the prompt itself.)"""
+    P, tokens = len(prompt), packed.tokens.copy()
+    tokens[:P] = prompt
+    settings = packed.settings + P * _MOVED[SETTINGS]
+    _write_seed(settings, seed)
+    return Request(packed.progress + P * _MOVED[PROGRESS], settings, packed.schedule, tokens)
+
+
 def with_seed(request: Request, seed: int) -> Request:
     """The same request with another seed (DecodeConfig's), for less than making it again."""
     settings = request.settings.copy()
-    settings[_SEED : _SEED + 1].view(np.uint32)[:] = seed_number(seed)
+    _write_seed(settings, seed)
     return dataclasses.replace(request, settings=settings)
+
+
+def _write_seed(settings: np.ndarray, seed: int) -> None:
+    settings[_SEED : _SEED + 1].view(np.uint32)[:] = seed_number(seed)
 
 
 def placed(request: Request, arrival: int, owner: int, shadow: int) -> Request:
