@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -127,17 +127,21 @@ def create_app(
     app.state.engine_loop, app.state.metrics = loop, metrics
     errors.install(app)
     openapi.install(app)
-    busy: dict[str, Callable[[Request], Awaitable[Response]]] = {}
-    app.add_middleware(Direct, endpoints=busy)
-    app.add_middleware(Gate, api_keys=config.api_keys, max_body=config.max_body, origins=config.cors_origins)
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
+
+    def guarded(inner: Any) -> Any:
+        """Behind what every request passes first."""
+        gate = Gate(inner, config.api_keys, config.max_body, config.cors_origins)
+        if not config.cors_origins:
+            return gate
+        return CORSMiddleware(
+            gate,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-ID", "Retry-After", "retry-after-ms", "x-should-retry"],
         )
+
+    app.add_middleware(guarded)
 
     def ready_model(name: str | None) -> ServedModel:
         if name is not None and name not in config.names:
@@ -192,7 +196,7 @@ def create_app(
     async def completions(request: Request) -> Response:
         return await answer(request, await _body(request, CompletionRequest))
 
-    busy |= {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    busy = {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
 
     @app.post("/v1/abort")
     async def abort(request: Request) -> Mapping[str, Any]:
@@ -260,6 +264,7 @@ def create_app(
         return Response(metrics.render(), media_type=metrics.content_type)
 
     playground.install(app, config.names)  # last: paths are looked for in this order
+    app.middleware_stack = Direct(app.build_middleware_stack(), guarded, busy)
     return app
 
 
