@@ -253,7 +253,7 @@ def http_config(app: "FastAPI", grace: int) -> "uvicorn.Config":
     from jdllm.serving.gathered import GatheringProtocol
 
     return uvicorn.Config(
-        app, http=GatheringProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=grace
+        app.state.front, http=GatheringProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=grace
     )
 
 

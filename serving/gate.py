@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -70,10 +69,11 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")
+        headers = dict(reversed(scope["headers"]))  # of equal names the first counts
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         if not (request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= 200):
             request_id = new_id()
+        named = (b"x-request-id", request_id.encode())
         state = scope.setdefault("state", {})
         state["request_id"], begin, status = request_id, time.perf_counter(), 0
 
@@ -81,7 +81,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
         seen = 0
@@ -115,21 +115,23 @@ class Gate:
             level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
             log.log(level, "request", extra=fields(**known, **state.get("fields", {})))
 
-    def _check_origin(self, headers: Headers) -> None:
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
         """A browser says whose page asks. It hides the answer from a page of another origin, but by then the request
         would have run."""
-        origin = headers.get("origin")
-        if origin is None or origin.partition("://")[2] == headers.get("host") or {origin, "*"} & {*self._origins}:
+        if (given := headers.get(b"origin")) is None:
+            return
+        origin, host = given.decode("latin-1"), headers.get(b"host", b"").decode("latin-1")
+        if origin.partition("://")[2] == host or {origin, "*"} & {*self._origins}:
             return
         text = f"a page of {origin[:MAX_PATH]!r} may not ask this server; --cors-origin allows it"
         raise ApiError(403, text, code="origin_not_allowed")
 
-    def _check(self, path: str, headers: Headers) -> None:
-        given = headers.get("authorization", "").encode()
+    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        given = headers.get(b"authorization", b"")
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # every one, so that the time tells nothing
         if self._keys and path.startswith("/v1") and not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        length = headers.get("content-length", "0")
+        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
 

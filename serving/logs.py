@@ -21,6 +21,8 @@ def install(form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text("%(asctime)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # Neither form shows these, and every record would look them up.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
 
 
@@ -45,5 +47,7 @@ class _Json(logging.Formatter):
 
 
 def _shown(value: Any) -> str:
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = str(value)
     return text if text.isprintable() and " " not in text and text else json.dumps(text, ensure_ascii=False)

@@ -14,6 +14,23 @@ def test_any_of_the_keys_opens(serve, kit):
     assert server.http.get("/health").status_code == 200
 
 
+def test_a_key_in_any_script_opens_and_of_two_headers_the_first_counts(serve, kit):
+    server = serve(kit.says("ok"), api_keys=("schlüssel", "ключ"))
+    body, one = (
+        json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}).encode(),
+        lambda key: f"Bearer {key}".encode(),
+    )
+    for keys, status in ((["schlüssel"], 200), (["ключ", "x"], 200), (["x", "ключ"], 401), (["schlussel"], 401)):
+        headers = [(b"content-type", b"application/json"), *((b"authorization", one(key)) for key in keys)]
+        assert server.http.post("/v1/chat/completions", content=body, headers=headers).status_code == status, keys
+
+
+def test_a_request_keeps_its_id_if_that_can_be_printed(api):
+    for given, kept in ((b"abc-1", True), (b"a" * 201, False), ("ä".encode(), False), (b"", False)):
+        told = api.http.get("/version", headers=[(b"x-request-id", given)]).headers.get_list("x-request-id")
+        assert len(told) == 1 and (told[0] == given.decode("latin-1")) == kept and len(told[0]) in (5, 32)
+
+
 def test_other_origins_are_let_in_only_when_told(serve, kit):
     ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     ask["Access-Control-Request-Headers"] = "authorization,content-type"
