@@ -120,15 +120,17 @@ class Gate:
         would have run."""
         if (given := headers.get(b"origin")) is None:
             return
-        origin, host = given.decode("latin-1"), headers.get(b"host", b"").decode("latin-1")
-        if origin.partition("://")[2] == host or {origin, "*"} & {*self._origins}:
+        origin = given.decode("latin-1")
+        if given.partition(b"://")[2] == headers.get(b"host") or {origin, "*"} & {*self._origins}:
             return
         text = f"a page of {origin[:MAX_PATH]!r} may not ask this server; --cors-origin allows it"
         raise ApiError(403, text, code="origin_not_allowed")
 
     def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         given = headers.get(b"authorization", b"")
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # every one, so that the time tells nothing
+        spellings = (given, given.decode("latin-1").encode())  # clients send what is not ASCII in either
+        # Every one, so that the time tells nothing.
+        matches = [hmac.compare_digest(one, key) for key in self._keys for one in spellings]
         if self._keys and path.startswith("/v1") and not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
