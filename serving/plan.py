@@ -67,9 +67,10 @@ class Plans:
         key = (name, max_tokens, alternatives, *request.settings())
         plan = self._known.get(key)
         if plan is None:
+            plan = self._make(request, name, max_tokens, alternatives)  # first: a refusal takes nothing from others
             if len(self._known) == MOST_PLANS:
                 self._known.clear()
-            plan = self._known[key] = self._make(request, name, max_tokens, alternatives)
+            self._known[key] = plan
         return plan
 
     def _make(self, request: ChatRequest | CompletionRequest, name: str, max_tokens: int, alternatives: int) -> Plan:

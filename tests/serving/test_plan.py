@@ -96,3 +96,11 @@ def test_they_are_made_once_and_not_kept_for_ever(model, monkeypatch):
         for _ in range(2):
             model.plans.of(ChatRequest(top_k=i), "one", 16, 0)
     assert len(made) == 3 * plan.MOST_PLANS and len(model.plans._known) <= plan.MOST_PLANS
+
+
+def test_a_refusal_takes_no_plan_from_others(model):
+    for i in range(plan.MOST_PLANS):
+        model.plans.of(ChatRequest(top_k=i), "one", 16, 0)
+    with pytest.raises(RequestError):
+        model.plans.of(ChatRequest(top_p=2.0), "one", 16, 0)
+    assert len(model.plans._known) == plan.MOST_PLANS
