@@ -5,6 +5,7 @@ rules that read them: a new decoder is an entry here, and a new column if no rul
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -349,9 +350,9 @@ def block_masks(decode: DecodeConfig, model: ModelConfig, prompt: Sequence[int])
     return [inside + (masks[0] if masks else 0), *masks[1:]] if masks or inside else []
 
 
-def seed_number(seed: int) -> np.uint32:
+def seed_number(seed: int) -> int:
     """What the random numbers of a row hang on: a DecodeConfig's seed, mixed into 32 bits."""
-    return np.random.SeedSequence(seed % (1 << 64)).generate_state(1)[0]
+    return int.from_bytes(hashlib.blake2b((seed % (1 << 64)).to_bytes(8, "little"), digest_size=4).digest(), "little")
 
 
 def row_numbers(

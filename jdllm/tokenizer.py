@@ -10,12 +10,16 @@ How a prompt becomes ids, the same everywhere:
 """
 
 import codecs
+import contextlib
+import functools
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from jdllm.config import ConfigError, ModelConfig, RequestError
 
@@ -68,6 +72,7 @@ class Tokenizer:
         # Dream's own code prints added tokens that have no role, such as <|vision_pad|>; so does an answer here.
         unprinted = roles | (special if _has_whole(folder) else set(self.stop_ids))
         self._pieces = _pieces(vocab, unprinted, model.vocab_size)
+        self._texts = {i: piece.decode("ascii") for i, piece in enumerate(self._pieces) if piece.isascii()}
         self._longest = max(len(text.encode()) for text in vocab)
         self.warnings = self._find_warnings()
 
@@ -77,8 +82,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja text, or None: then chats cannot be rendered."""
-        return self._hf.chat_template
+        """Jinja text, or None: then chats cannot be rendered. Of several named ones, ``default``."""
+        given = self._hf.chat_template
+        return given.get("default") if isinstance(given, dict) else given
 
     def token(self, name: str) -> str | None:
         """The text of ``eos_token``, ``bos_token`` and so on."""
@@ -153,24 +159,45 @@ class Tokenizer:
 
     def detokenizer(self) -> "Detokenizer":
         """A reader for one answer."""
-        return Detokenizer(self._pieces)
+        return Detokenizer(self._pieces, self._texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole answer: special tokens skipped, nothing cleaned up."""
         reader = self.detokenizer()
-        return "".join(map(reader.feed, ids)) + reader.close()
+        return "".join(reader.feed(list(ids))) + reader.close()
 
     def _render(self, messages: list[dict[str, str]], field: str) -> str:
-        from jinja2 import TemplateError
-
         try:
-            return str(self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return self._template(messages)
         except TemplateError as error:
             raise RequestError(field, f"the model's chat template refuses this chat: {error}") from None
+
+    @functools.cached_property
+    def _template(self) -> Callable[[list[dict[str, str]]], str]:
+        """What ``apply_chat_template`` comes to for messages that have a role and a text, without its work for tools,
+        images and whole batches, which takes as long as the template."""
+        from transformers import PreTrainedTokenizerBase
+
+        whole = functools.partial(self._hf.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        library = [getattr(PreTrainedTokenizerBase, name) for name in ("apply_chat_template", "get_chat_template")]
+        if [getattr(type(self._hf), method.__name__) for method in library] != library:  # a checkpoint's code
+            return whole
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            template = _compile_jinja_template(self.chat_template)
+        except ImportError:  # the name is not a public one
+            return whole
+        given = {**self._hf.special_tokens_map, "add_generation_prompt": True, "tools": None, "documents": None}
+        return lambda messages: template.render(given, messages=messages)
 
     def _find_warnings(self) -> list[str]:
         if self.chat_template is None:
             return ["the tokenizer has no chat template: chat requests are refused (see --chat-template)"]
+        try:
+            self._template  # noqa: B018 (it is made here)
+        except TemplateError as error:
+            return [f"the chat template is not valid: {error}; chat requests are refused (see --chat-template)"]
         vocab = self._hf.get_vocab()
         split = [m for m in sorted(set(re.findall(r"<\|\w+\|>", self.chat_template))) if m not in vocab]
         if split:
@@ -182,17 +209,20 @@ class Detokenizer:
     """Ids of one answer to text, left to right. A character that is split over ids comes out once, when it is whole;
     what was fed, put together, equals the decoding of all ids at once."""
 
-    def __init__(self, pieces: Sequence[bytes]):
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[bytes], texts: Mapping[int, str]):
+        self._pieces, self._texts = pieces, texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._open = False  # in the middle of a character
 
-    def feed(self, token: int) -> str:
-        """The text that this id settles; empty for special ids, unknown ids and the middle of a character."""
-        piece = self._pieces[token] if 0 <= token < len(self._pieces) else b""
-        if not self._open and piece.isascii():  # nearly always, and several times as fast
-            return piece.decode("ascii")
-        text = self._utf8.decode(piece)
+    def feed(self, ids: Sequence[int]) -> list[str]:
+        """The text that each id settles; empty for special ids, unknown ids and the middle of a character."""
+        if not self._open:
+            with contextlib.suppress(KeyError):  # nearly always all are ASCII, each a text of its own
+                return [self._texts[token] for token in ids]
+        return [self._one(token) for token in ids]
+
+    def _one(self, token: int) -> str:
+        text = self._utf8.decode(self._pieces[token] if 0 <= token < len(self._pieces) else b"")
         self._open = bool(self._utf8.getstate()[0])
         return text
 

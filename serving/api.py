@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 
 from jdllm import __version__
 from jdllm.config import RequestError
@@ -272,7 +273,14 @@ def create_app(
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:
-    return kind.model_validate_json(await request.body())
+    parts = []
+    while True:  # as Request.body, without its generator, which the event loop keeps books about
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return kind.model_validate_json(b"".join(parts))
 
 
 async def _unless_gone(request: Request, call: Call, cancel: Callable[[Sequence[Job]], None]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Log lines: text for people, or one JSON object a line for machines. A record may carry ``fields``, names and values
 that both forms show (``log.info("answered", extra=fields(status=200))``)."""
 
+import functools
 import json
 import logging
 import sys
@@ -19,10 +20,11 @@ def fields(**values: Any) -> dict[str, Mapping[str, Any]]:
 def install(form: str) -> None:
     """Log to stderr in one of FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text("%(asctime)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Neither form shows these, and every record would look them up.
+    # Neither form shows these, and every record would look them up (Python's own advice: logging, "Optimization").
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # the line of code
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
 
 
@@ -31,9 +33,10 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 class _Text(logging.Formatter):
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
-        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in _fields(record).items())])
+    def format(self, record: logging.LogRecord) -> str:
+        parts = [_clock(int(record.created)), record.getMessage()]
+        line = " ".join([*parts, *[f"{name}={_shown(value)}" for name, value in _fields(record).items()]])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class _Json(logging.Formatter):
@@ -46,8 +49,13 @@ class _Json(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+@functools.lru_cache(1)
+def _clock(second: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(second))
+
+
 def _shown(value: Any) -> str:
-    if isinstance(value, int | float):
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
     text = str(value)
     return text if text.isprintable() and " " not in text and text else json.dumps(text, ensure_ascii=False)

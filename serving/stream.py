@@ -78,7 +78,7 @@ class Answer:
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.alternatives.extend(alternatives)
-        texts = [self._detokenizer.feed(token) for token in ids]
+        texts = self._detokenizer.feed(ids)
         ends = itertools.accumulate(map(len, texts), initial=self._ends[-1] if self._ends else 0)
         self._ends.extend(itertools.islice(ends, 1, None))
         self._add("".join(texts))

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shutil
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,7 @@ def reference_decode(words: Tokenizer, ids: list[int]) -> str:
 def test_pieces_join_to_the_whole_and_never_split_a_character(words, text):
     ids = words._hf.encode(text, add_special_tokens=False)
     reader = words.detokenizer()
-    deltas = [reader.feed(i) for i in ids] + [reader.close()]
+    deltas = [*reader.feed(ids), reader.close()]
     assert not any("\ufffd" in d for d in deltas)  # D3
     assert "".join(deltas) == text == reference_decode(words, ids)  # D5
 
@@ -124,7 +126,7 @@ def test_text_work_is_linear(words):  # D9
         reader, token = words.detokenizer(), words.encode("a")[0]
         begin = time.thread_time()
         for _ in range(n):
-            reader.feed(token)
+            reader.feed([token])
         return time.thread_time() - begin
 
     assert min(seconds(80_000) for _ in range(3)) < 10 * min(seconds(20_000) for _ in range(3))  # quadratic: 16
@@ -239,6 +241,49 @@ def test_a_tokenizer_that_cuts_or_pads_does_neither_here(tmp_path, model):
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     text = "a text of more than three tokens"
     assert Tokenizer(folder, model).encode(text) == Tokenizer(FOLDER, model).encode(text)
+
+
+TEMPLATES = [
+    None,
+    "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: {{ m['content'] | trim }}{{ eos_token }}{% endfor %}",
+    "{% for m in messages %}\n    {% if loop.last %}{% break %}{% endif %}\n{{ m | tojson }}\n{% endfor %}",
+    "{% if tools %}T{% endif %}{% if documents is not none %}D{% endif %}{% if add_generation_prompt %}G{% endif %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content }}{% endfor %}"
+    "{{ ns.n }}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ m.name }}{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chats_are_rendered_as_the_library_does(model, template):
+    words = Tokenizer(FOLDER, model, template)
+    for contents in (["Hi"], ["a", " b\n", "<c> & 'd'"], ["x"] * 9):
+        roles = ("user", "assistant")
+        chat = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+        whole = words._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert words._render(chat, "messages") == whole
+
+
+def test_a_library_that_has_renamed_its_compiler_renders_all_the_same(model, words, monkeypatch):
+    name = "transformers.utils.chat_template_utils"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert Tokenizer(FOLDER, model).encode_chat(chat) == words.encode_chat(chat)
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path, model):
+    named = [{"name": "default", "template": "Q: {{ messages[0].content }}"}, {"name": "rag", "template": "R"}]
+    words = Tokenizer(changed(tmp_path, chat_template=named), model)
+    assert words.decode(words.encode_chat([{"role": "user", "content": "why"}])) == "Q: why"
+
+
+def test_a_template_that_is_not_valid_is_reported(model):
+    words = Tokenizer(FOLDER, model, "{% for m in messages %}{{ m.content }}")
+    assert len(words.warnings) == 1 and "--chat-template" in words.warnings[0]
+    with pytest.raises(RequestError, match="chat template"):
+        words.encode_chat([{"role": "user", "content": "Hi"}])
+    assert words.encode("Hi")
 
 
 def test_template_errors_are_the_requests(model):

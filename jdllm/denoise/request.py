@@ -55,7 +55,7 @@ def with_seed(request: Request, seed: int) -> Request:
 
 
 def _write_seed(settings: np.ndarray, seed: int) -> None:
-    settings[_SEED : _SEED + 1].view(np.uint32)[:] = seed_number(seed)
+    settings.view(np.uint32)[_SEED] = seed_number(seed)
 
 
 def placed(request: Request, arrival: int, owner: int, shadow: int) -> Request:

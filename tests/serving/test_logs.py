@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+import time
 
 import pytest
 
@@ -72,7 +74,9 @@ def test_content_stands_in_the_log_only_where_it_was_asked_for(serve, kit, caplo
 def test_lines_are_text_or_json():
     record = logging.LogRecord("jdllm.serving", logging.INFO, __file__, 1, "request %d", (3,), None)
     record.fields = logs.fields(status=200, seconds=0.25, path="/a b", missing=None)["fields"]
-    assert logs._Text("%(message)s").format(record) == 'request 3 status=200 seconds=0.250 path="/a b"'
+    clock, text = logs._Text().format(record).split(" ", 1)
+    assert clock == time.strftime("%H:%M:%S", time.localtime(record.created))
+    assert text == 'request 3 status=200 seconds=0.250 path="/a b"'
     line = json.loads(logs._Json().format(record))
     assert line.pop("time").endswith("Z")
     assert line == {
@@ -84,4 +88,14 @@ def test_lines_are_text_or_json():
         "path": "/a b",
     }
     record.fields = {"path": "line\nbreak"}
-    assert "\n" not in logs._Text("%(message)s").format(record)
+    assert "\n" not in logs._Text().format(record)
+
+
+def test_both_forms_tell_where_an_exception_came_from():
+    try:
+        raise ValueError("told")
+    except ValueError:
+        record = logging.LogRecord("jdllm.serving", logging.ERROR, __file__, 1, "it failed", (), sys.exc_info())
+    first, *trace = logs._Text().format(record).splitlines()
+    assert first.endswith(" it failed") and trace[-1] == "ValueError: told"
+    assert json.loads(logs._Json().format(record))["exception"].splitlines() == trace
