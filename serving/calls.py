@@ -17,6 +17,7 @@ from jdllm.serving.gate import new_id
 from jdllm.serving.job import Commit, Job
 from jdllm.serving.loop import EngineLoop
 from jdllm.serving.model import ServedModel
+from jdllm.serving.reading import progress
 from jdllm.serving.schemas import ChatRequest, CompletionRequest, prompts
 from jdllm.serving.stream import Alternative, Answer
 from jdllm.tokenizer import check_messages, check_prompt
@@ -132,14 +133,18 @@ class Call:
         """What the log says of a call that has ended; ``content``: with its prompts and answers."""
         ends = {job.error.code or "error" if job.error else job.finish_reason or "cancelled" for job in self.jobs}
         started = [job.started - job.arrived for job in self.jobs if job.started]
+        told = [progress(job) for job in self.jobs]
         first = [job.first_text - job.arrived for job in self.jobs if job.first_text]
         about = {
             "model": self.model,
             "decoder": self.jobs[0].decode.decoder,
             "choices": len(self.jobs),
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sum(job.answer.tokens if job.finish_reason else job.settled for job in self.jobs),
-            "nfe": sum(job.nfe for job in self.jobs),
+            "completion_tokens": sum(
+                job.answer.tokens if job.finish_reason else settled
+                for job, (settled, _) in zip(self.jobs, told, strict=True)
+            ),
+            "nfe": sum(nfe for _, nfe in told),
             "queue_seconds": round(max(started), 6) if started else None,
             "first_text_seconds": round(min(first), 6) if first else None,
             "finish": ",".join(sorted(ends)),

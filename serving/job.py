@@ -12,6 +12,7 @@ from jdllm.serving.stream import Answer
 
 if TYPE_CHECKING:  # it imports JAX
     from jdllm.denoise.state import Request
+    from jdllm.engine import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Job:
         commits: what the canvas got, in order (``Commit``), or None where nobody watches.
         priority: lower ones leave the queue first; equal ones in order of arrival.
         settled, read: tokens of the row that are final, and those of them that the answer has already.
+        latest: a report of its row that nobody had to read; reading.progress knows whether it is newer.
         slots: those that it holds; its row is in the first.
         begin, limit: canvas positions between which its answer lies; None for the prompt's end and for no limit. With
             a limit the first stop id between them ends the answer, though the row goes on to its last mask.
@@ -87,6 +89,7 @@ class Job:
     commits: list[Commit] | None = None
     settled: int = 0
     read: int = 0
+    latest: "Row | None" = None
     slots: Sequence[int] = ()
     begin: int | None = None
     limit: int | None = None
@@ -97,3 +100,8 @@ class Job:
     def done(self) -> bool:
         """Nothing more will come."""
         return self.finish_reason is not None or self.error is not None or self.cancelled
+
+    @property
+    def unwatched(self) -> bool:
+        """Nobody waits for its tokens before its row has ended."""
+        return not (self.stream or self.commits is not None or self.answer.may_stop)

@@ -266,8 +266,12 @@ class EngineLoop:
                 for row, job in ended:
                     self._read(engine, row, job)
             for row in later:
-                assert isinstance(row.handle, Job)
-                self._read(engine, row, row.handle)
+                job = row.handle
+                assert isinstance(job, Job)
+                if job.first_text and job.unwatched and not row.failed:
+                    job.latest = row
+                else:
+                    self._read(engine, row, job)
             self._publish()
 
     def _step(self, engine: "Engine", reported: float | None) -> bool:
@@ -283,7 +287,8 @@ class EngineLoop:
             if self._stopping:
                 return False
             left = [slot for slot, job in self._running.items() if job.cancelled]
-            self._metrics.cancelled.inc(len(left))
+            if left:
+                self._metrics.cancelled.inc(len(left))
             late = self._late()
             overdue = [slot for slot, job in self._running.items() if job in late]
             for slot in (*left, *overdue):
@@ -307,6 +312,9 @@ class EngineLoop:
             self._metrics.steps.inc()
             if reported is not None:
                 self._metrics.between_steps_seconds.observe(time.perf_counter() - reported)
+        for job in joined:
+            if job.started:
+                self._metrics.queue_seconds.observe(job.started - job.arrived)
         return True
 
     def _report(self, engine: "Engine") -> "tuple[list[Row], float | None]":
@@ -400,7 +408,6 @@ class EngineLoop:
             self._fail(job, from_exception(error))
         else:
             job.started, job.packed = time.monotonic(), None
-            self._metrics.queue_seconds.observe(job.started - job.arrived)
 
     def _release(self, engine: "Engine", slot: int, job: Job) -> None:
         """Free the slot of a job whose row has ended; what its row has written is still to be read."""

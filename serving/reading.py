@@ -28,13 +28,11 @@ def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str 
     job.nfe, job.width = row.nfe, row.width
     if row.failed:
         return ApiError(500, NOT_FINITE, code="non_finite"), news
-    begin = row.prompt_length if job.begin is None else job.begin
-    end = row.stop if row.stop >= 0 else row.prefix
-    end = (end if job.limit is None else min(end, job.limit)) - begin
+    begin, end = _settled(row, job)
     job.settled = max(0, end)
     if end > job.read:
         job.first_text = job.first_text or time.monotonic()
-        if job.stream or job.answer.may_stop or not row.live:
+        if not (row.live and job.unwatched):
             _settle(row, job, engine, slice(begin + job.read, begin + end), eos_id)
             job.read = end
             news |= job.stream
@@ -42,6 +40,21 @@ def take_over(row: "Row", job: Job, engine: "Engine", eos_id: int) -> tuple[str 
         return None, news
     job.answer.close()
     return "stop" if job.answer.stopped or job.cut else row.finish_reason or "length", news
+
+
+def progress(job: Job) -> tuple[int, int]:
+    """Settled tokens of a job, and its passes, as of the last report of its row, read or not."""
+    latest = job.latest
+    if latest is None or latest.nfe <= job.nfe:
+        return job.settled, job.nfe
+    return max(0, _settled(latest, job)[1]), latest.nfe
+
+
+def _settled(row: "Row", job: Job) -> tuple[int, int]:
+    """Where on its canvas the answer begins, and how many positions from there are final."""
+    begin = row.prompt_length if job.begin is None else job.begin
+    end = row.stop if row.stop >= 0 else row.prefix
+    return begin, (end if job.limit is None else min(end, job.limit)) - begin
 
 
 def _settle(row: "Row", job: Job, engine: "Engine", new: slice, eos_id: int) -> None:

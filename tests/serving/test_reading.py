@@ -7,7 +7,7 @@ from jdllm.config import DecodeConfig
 from jdllm.engine import Row
 from jdllm.serving import outlook
 from jdllm.serving.job import Job
-from jdllm.serving.reading import take_over
+from jdllm.serving.reading import progress, take_over
 from jdllm.serving.stream import Answer
 
 EOS = 257
@@ -52,3 +52,14 @@ def test_a_stop_string_ends_a_plain_answer_before_its_row(byte_tokenizer):
     assert take_over(row(4, live=True), job, None, EOS)[0] is None
     assert take_over(row(7, live=True), job, None, EOS)[0] == "stop"
     assert job.answer.text == "som"
+
+
+def test_a_report_that_nobody_read_still_says_how_far_a_job_is(byte_tokenizer):
+    job = Job(PROMPT, DecodeConfig(), Answer(byte_tokenizer.detokenizer()), lambda: None)
+    assert progress(job) == (0, 0)
+    take_over(row(4, live=True), job, None, EOS)
+    assert progress(job) == (4, 4)
+    job.latest = row(7, live=True)
+    assert progress(job) == (7, 7)
+    take_over(row(len(TEXT), live=False), job, None, EOS)
+    assert progress(job) == (len(TEXT), len(TEXT)), "what was read later is newer"
