@@ -268,7 +268,7 @@ class EngineLoop:
             for row in later:
                 job = row.handle
                 assert isinstance(job, Job)
-                if job.first_text and job.unwatched and not row.failed:
+                if job.first_text and job.unwatched:
                     job.latest = row
                 else:
                     self._read(engine, row, job)

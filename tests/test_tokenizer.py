@@ -1,6 +1,7 @@
 """Prompts to ids and ids to text, against the golden tokenizers: LLaDA's layout, and Dream's where it differs."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import sys
@@ -102,13 +103,18 @@ def test_pieces_join_to_the_whole_and_never_split_a_character(words, text):
 
 
 def test_any_ids_decode_as_the_library_decodes_them(words):
-    """Invalid bytes, special ids, an answer cut inside a character."""
+    """Invalid bytes, special ids, an answer cut inside a character; at once, and as they come from step to step."""
     import random
 
     rng = random.Random(0)
     for _ in range(300):
         ids = [rng.randrange(374) for _ in range(rng.randrange(1, 40))]
-        assert words.decode(ids) == reference_decode(words, ids), ids
+        whole = reference_decode(words, ids)
+        assert words.decode(ids) == whole, ids
+        reader, cuts = words.detokenizer(), sorted(rng.randrange(len(ids) + 1) for _ in range(3))
+        fed = [reader.feed(ids[a:b]) for a, b in itertools.pairwise((0, *cuts, len(ids)))]
+        assert [len(texts) for texts in fed] == [b - a for a, b in itertools.pairwise((0, *cuts, len(ids)))]
+        assert "".join(itertools.chain(*fed, [reader.close()])) == whole, (ids, cuts)
 
 
 def test_ids_that_the_tokenizer_lacks_decode_to_nothing(words):
