@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,11 @@ log = logging.getLogger("jdllm.serving")
 UNREAD_SECONDS = 60.0
 """After these the kernel gives up a connection whose peer takes nothing of what was sent. Without it the socket of a
 stream that was ended because nobody reads it (ServerConfig.patience) stays until its peer leaves."""
+
+NICENESS = 10
+"""Of the clients' thread above the others', where the model computes on the same processors: one that it takes from
+XLA's threads keeps the whole step waiting, while of its own work none is due before the next step. Not more, so that
+/health is answered on a machine that others keep busy, too."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,6 +195,7 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
     failed = asyncio.Event()
     begin = time.monotonic()
     seen_ready = False
+    clients_thread = threading.get_native_id()
 
     def on_change(engine: "EngineLoop") -> None:
         nonlocal seen_ready
@@ -198,6 +205,8 @@ async def _serve(args: argparse.Namespace, folder: Path, template: str | None, l
                 loop.call_soon_threadsafe(failed.set)
         elif not seen_ready:
             seen_ready = True
+            if engine.model and engine.model.on_processors:
+                give_way(clients_thread)
             log.info("ready after %.1f s at %s; try:\n%s", time.monotonic() - begin, url, _example(url, config))
 
     app = create_app(
@@ -264,6 +273,14 @@ def event_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def give_way(thread: int) -> None:
+    """Let a thread, by its native id, come behind those of ordinary priority. On Linux: elsewhere threads have none of
+    their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and it is only for speed
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
 def _scheduler(text: str) -> Policy:

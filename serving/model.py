@@ -39,6 +39,7 @@ class ServedModel:
         compiles: programs that this process has compiled so far.
         adapters: names of the LoRA adapters beside the weights; the first is 1 in DecodeConfig.
         alone: the defaults of the model without an adapter, where they differ.
+        on_processors: it computes on those that the rest of the server needs, too.
     """
 
     new_engine: "Callable[[Progress], Engine]"
@@ -51,6 +52,7 @@ class ServedModel:
     compiles: Callable[[], int] = lambda: 0
     adapters: Sequence[str] = ()
     alone: Mapping[str, Any] | None = None
+    on_processors: bool = False
 
     @functools.cached_property
     def plans(self) -> Plans:
@@ -91,6 +93,8 @@ def open_model(
     adapters: Mapping[str, Path] | None = None,
 ) -> ServedModel:
     """Load a converted checkpoint. Imports JAX; belongs to the engine's thread."""
+    import jax
+
     from jdllm import __version__, checkpoint
     from jdllm.config import MAX_LENGTH, EngineConfig
     from jdllm.convert.adapter import read_adapters
@@ -136,6 +140,7 @@ def open_model(
         alone=defaults_beside_adapters(loaded.meta, defaults) if adapters else None,
         fingerprint=f"jdllm-{__version__}-{dtype}",
         compiles=_count_compiles(),
+        on_processors=jax.default_backend() == "cpu",
     )
 
 

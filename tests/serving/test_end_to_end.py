@@ -1,8 +1,10 @@
 """The real thing: a converted checkpoint, ``python -m jdllm.serve`` as a process, the openai package as client."""
 
 import asyncio
+import os
 import re
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -33,6 +35,8 @@ def server(model):
     process.health_seconds = time.perf_counter() - begin
     process.early = httpx.get(f"{process.url}/ready")
     process.wait_for("ready after", 300)
+    threads = Path(f"/proc/{process.process.pid}/task").glob("*/stat")
+    process.nice = {int(stat.parent.name): int(stat.read_text().rpartition(")")[2].split()[16]) for stat in threads}
     yield process
     process.process.kill()
 
@@ -92,6 +96,13 @@ def test_nothing_compiles_after_ready(server, client):  # I3
     for fields in (dict(temperature=0.7, top_p=0.9, seed=5), dict(n=2), dict(stop=["a"]), dict(max_tokens=1)):
         client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)
     assert "jdllm_recompiles_after_ready_total 0.0" in httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_the_clients_thread_comes_behind_the_models(server):
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert server.nice.pop(server.process.pid) == min(own + 10, 19)
+    assert len(server.nice) > 1 and set(server.nice.values()) == {own}  # the engine's thread and XLA's
 
 
 def test_dropped_connection_frees_the_row(server):
