@@ -5,15 +5,15 @@ with plain answers, and over HTTP streamed: of the shipped model; of the same co
 the others to Python, as an accelerator does; and of a model that is ten times as large (random weights,
 benchmarks.random_checkpoint), since what a request costs outside the model does not grow with it. Over HTTP a client,
 this process, keeps as many connections busy as there are slots and as many again (benchmarks.light_client); the little
-that it takes of the processors is missing in the server, and is not corrected for. The three take turns; a ratio is the
-median of those within rounds, and their quartiles say how far one round may be trusted.
+that it takes of the processors is missing in the server, and is not corrected for. The three take turns; a ratio is one
+of all rounds' requests a second, with its standard error.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from benchmarks import light_client, random_checkpoint, server_process, tables
 from benchmarks.bare_engine import LENGTH, bodies
@@ -137,24 +135,38 @@ def rows_of(told: dict[str, list[dict[str, Any]]], count: int, model: str) -> li
     """One row of results each; ratios are to the first."""
     first, rows = next(iter(told.values())), []
     for name, results in told.items():
-        middle = {key: statistics.median(r[key] for r in results) for key in results[0] if key != "texts"}
+        total = {key: sum(r[key] for r in results) for key in results[0] if key != "texts"}
+        requests = count * len(results)
+        ratio, error = speed([r["seconds"] for r in first], [r["seconds"] for r in results])
         rows.append(
             {
                 "model": model,
                 "what": name,
                 "requests": count,
                 "rounds": len(results),
-                "requests_per_second": count / middle["seconds"],
-                "tokens_per_second": middle["tokens"] / middle["seconds"],
-                "steps": middle["steps"],
-                "ms_per_step": 1e3 * statistics.median(r["seconds"] / r["steps"] for r in results),
-                "cpu_ms_per_request": 1e3 * middle["cpu_seconds"] / count,
-                "client_cpu_ms_per_request": 1e3 * middle["client_cpu_seconds"] / count,
-                "ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(first, results, strict=True)),
-                "ratios": [a["seconds"] / b["seconds"] for a, b in zip(first, results, strict=True)],
+                "requests_per_second": requests / total["seconds"],
+                "tokens_per_second": total["tokens"] / total["seconds"],
+                "steps": total["steps"] / len(results),
+                "ms_per_step": 1e3 * total["seconds"] / total["steps"],
+                "cpu_ms_per_request": 1e3 * total["cpu_seconds"] / requests,
+                "client_cpu_ms_per_request": 1e3 * total["client_cpu_seconds"] / requests,
+                "ratio": ratio,
+                "error": error,
+                "seconds": [r["seconds"] for r in results],
             }
         )
     return rows
+
+
+def speed(first: Sequence[float], other: Sequence[float]) -> tuple[float, float | None]:
+    """How many times as fast the other is in all rounds together, and the standard error of that: the jackknife's,
+    which leaves out each round, a pair of durations, in turn; None for one round."""
+    whole, n = sum(first) / sum(other), len(first)
+    if n == 1:
+        return whole, None
+    rest = [(sum(first) - a) / (sum(other) - b) for a, b in zip(first, other, strict=True)]
+    middle = sum(rest) / n
+    return whole, math.sqrt((n - 1) / n * sum((r - middle) ** 2 for r in rest))
 
 
 def table(results: dict[str, Any]) -> str:
@@ -170,7 +182,7 @@ def table(results: dict[str, Any]) -> str:
             "CPU ms a request",
             "client's",
             "of the engine's rate",
-            "quartiles",
+            "standard error",
         ],
         [
             [
@@ -183,7 +195,7 @@ def table(results: dict[str, Any]) -> str:
                 f"{r['cpu_ms_per_request']:.1f}",
                 f"{r['client_cpu_ms_per_request']:.1f}",
                 f"{100 * r['ratio']:.1f} %",
-                "{:.0f} to {:.0f} %".format(*100 * np.quantile(r["ratios"], (0.25, 0.75))),
+                "" if r["error"] is None else f"{100 * r['error']:.1f} %",
             ]
             for r in results["rows"]
         ],
@@ -194,7 +206,7 @@ def table(results: dict[str, Any]) -> str:
     )
     verdicts = [told(r) for r in results["rows"] if r["what"] == PLAIN]
     note = (
-        f"Medians of {rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: {', '.join(verdicts)}; "
+        f"{rounds} rounds; goal for plain answers {100 * GOAL:.0f} %: {', '.join(verdicts)}; "
         f"{machine['cpu']}, {machine['cpus']} CPUs for server and client together; "
         f"commit {results['commit']}; `{results['command']}`"
     )
@@ -223,7 +235,7 @@ def measure(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description="the server beside its engine")
     parser.add_argument("--n", type=int, default=400, help="held-out messages; of the larger model a sixteenth")
-    parser.add_argument("--rounds", type=int, default=21, help="of the larger model a seventh")
+    parser.add_argument("--rounds", type=int, default=30, help="of the larger model a tenth")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(arguments)
     rows = measure("shipped", options.n, options.rounds)
@@ -231,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         larger = random_checkpoint.write(Path(folder), random_checkpoint.LARGER)
         size = f"{random_checkpoint.parameters(random_checkpoint.LARGER) / 1e6:.0f} M, random"
-        rows += measure(size, max(1, options.n // 16), max(1, options.rounds // 7), str(larger))
+        rows += measure(size, max(1, options.n // 16), max(1, options.rounds // 10), str(larger))
     results = {**provenance("benchmarks.server"), "rows": rows}
     if options.json:
         tables.write(options.json, results)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import server
@@ -39,19 +40,29 @@ def test_other_answers_end_the_run(monkeypatch):
         server.take_turns({"a": lambda: result(1), "b": lambda: result(1, text="b")}, rounds=1)
 
 
-def test_ratios_are_within_rounds():
+def test_ratios_are_of_all_rounds():
     told = {
-        server.ENGINE: [result(1), result(2), result(4)],
-        server.PLAIN: [result(2), result(2), result(5)],
-        server.STREAMED: [result(2), result(4), result(8)],
+        server.ENGINE: [result(1), result(2), result(3)],
+        server.PLAIN: [result(2), result(2), result(4)],
+        server.STREAMED: [result(4), result(2), result(6)],
     }
     rows = server.rows_of(told, 20, "tiny")
-    assert [row["ratio"] for row in rows] == [1, 0.8, 0.5]
+    assert [row["ratio"] for row in rows] == [1, 0.75, 0.5]
+    assert rows[0]["error"] == 0
     assert (rows[0]["requests_per_second"], rows[0]["tokens_per_second"], rows[0]["ms_per_step"]) == (10, 20, 200)
     head = {"machine": {"cpu": "c", "cpus": 2}, "commit": "d", "command": "e"}
     shown = server.table({**head, "rows": json.loads(json.dumps(rows))})
-    assert "| server, plain " in shown and "80.0 % | 65 to 90 %" in shown
-    assert "95 %: not reached (tiny, 20 requests a run)" in shown
+    assert "| server, plain " in shown and "75.0 % | 9.6 % " in shown
+    assert "3 rounds; goal for plain answers 95 %: not reached (tiny, 20 requests a run)" in shown
+
+
+def test_the_error_is_that_of_rounds_drawn_anew():
+    """By the jackknife as by its definition: how much the ratio varies among runs of the benchmark."""
+    random = np.random.default_rng(0)
+    runs = [(random.normal(5, 0.5, 30), random.normal(5.2, 0.6, 30)) for _ in range(400)]
+    ratios, errors = zip(*(server.speed(list(first), list(other)) for first, other in runs), strict=True)
+    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)
+    assert server.speed([4.0], [5.0]) == (0.8, None)
 
 
 def test_a_server_that_does_not_start_tells_why():
